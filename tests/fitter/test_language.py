@@ -14,7 +14,7 @@ from fitact.fitter.expr.atoms import constant, x
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
-from tests.support.outputs import MP, real
+from tests.support.reals import MP, real
 from tests.support.refusals import within
 
 POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 
-import mpmath
 import numpy as np
 import pytest
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
-from tests.support.literature import LITERATURE, Entry, Oracle, derivative, settled
+from tests.support.literature import LITERATURE, Entry, derivative, settled
+from tests.support.reals import MP, Oracle
 
 RTOL = 1e-9
 TINY = 1e-37
@@ -55,7 +55,7 @@ def misses(found: np.ndarray, points: np.ndarray, oracle: Oracle) -> list[str]:
         true = settled(oracle, point)
         if abs(true) < TINY:
             continue
-        error = abs(mpmath.mpf(result) - true) / abs(true) if math.isfinite(result) else math.inf
+        error = abs(MP.mpf(result) - true) / abs(true) if math.isfinite(result) else math.inf
         if error > RTOL and not is_near_root(oracle, point):
             lines.append(f"at {point!r}: {result!r}, not {float(true)!r}; off by {float(error):.1e}")
     return lines

@@ -17,7 +17,7 @@ from fitact.fitter.expr.atoms import ATOMS, FUNCTIONS, x
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.exact import order, value
 from fitact.fitter.expr.parser import parse
-from tests.support.outputs import MP, real
+from tests.support.reals import MP, real
 
 
 def enclose(expr, low, high) -> tuple[np.ndarray, np.ndarray]:

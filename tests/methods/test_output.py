@@ -19,7 +19,8 @@ from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json
 from tests.support.curves import CURVES
 from tests.support.generated import DTYPES, EACH_DTYPE, HALVES, patterns, run, same
-from tests.support.outputs import CLOSED, LINEAR, MP, Output, each_output, outputs, real
+from tests.support.outputs import CLOSED, LINEAR, Output, each_output, outputs
+from tests.support.reals import MP, real
 from tests.support.refusals import refused
 
 UNIT = 2.0**-24  # the rounding of float32

@@ -1,65 +1,17 @@
 """Activations from the literature that the catalog does not have: as a user writes them, evaluated by mpmath.
 
-Python parses a formula and mpmath evaluates it, so nothing of fitact takes part. Accuracy is left to the number of
-digits: `settled` takes more of them where 1 + erf(x/√2) or 1 + exp(x) cancels.
+Accuracy is left to the number of digits: `settled` takes more of them where 1 + erf(x/√2) or 1 + exp(x) cancels.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from mpmath import atan, cos, cosh, mp, mpf, sin, sqrt
-
-Number = Any  # mpmath ships no types
-Oracle = Callable[[Number], Number]
+from tests.support.reals import MP, Number, Oracle, real
 
 DIGITS = (60, 120, 240, 480)
-AGREED = mpf("1e-15")  # relative difference of two settled values
-NOTHING = mpf("1e-45")  # two values below are both taken as 0
-
-
-def _exp(u: Number) -> Number:
-    """exp(u), 0 far below anything that is tested: exp(−exp(10⁴)) has an exponent of 4000 digits."""
-    assert u < 10**12, "larger than any formula here needs"
-    return mp.exp(u) if u > -(10**6) else mpf(0)
-
-
-def _tanh(u: Number) -> Number:
-    """tanh u, ±1 where the difference is below anything that is tested."""
-    return mp.tanh(u) if abs(u) < 10**4 else mp.sign(u)
-
-
-def _sigmoid(u: Number) -> Number:
-    return 1 / (1 + _exp(-u))
-
-
-FUNCTIONS: dict[str, Any] = {
-    "asinh": mp.asinh,
-    "atan": atan,
-    "cos": cos,
-    "cosh": cosh,
-    "elu": lambda u: u if u > 0 else _exp(u) - 1,
-    "erf": mp.erf,
-    "erfc": mp.erfc,
-    "exp": _exp,
-    "expm1": lambda u: _exp(u) - 1,
-    "gelu": lambda u: u * (1 + mp.erf(u / sqrt(2))) / 2,
-    "log": mp.log,
-    "pi": mp.pi,
-    "relu": lambda u: max(u, mpf(0)),
-    "relu6": lambda u: min(max(u, mpf(0)), mpf(6)),
-    "sigmoid": _sigmoid,
-    "silu": lambda u: u * _sigmoid(u),
-    "sin": sin,
-    "softsign": lambda u: u / (1 + abs(u)),
-    "sqrt": sqrt,
-    "tanh": _tanh,
-    "where": lambda condition, a, b: a if condition else b,
-}
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
+AGREED = MP.mpf("1e-15")  # relative difference of two settled values
+NOTHING = MP.mpf("1e-45")  # two values below are both taken as 0
 
 
 @dataclass(frozen=True)
@@ -72,17 +24,15 @@ class Entry:
 
     @property
     def oracle(self) -> Oracle:
-        """The formula as a function of mpmath's numbers; decimals have all digits in use."""
-        code = compile(NUMBER.sub(r"number('\g<0>')", self.text), self.name, "eval")
-        return lambda x: eval(code, {**FUNCTIONS, "number": mpf, "x": x})
+        return real(self.text)
 
 
 def settled(compute: Oracle, at: float) -> Number:
     """Return a value that twice as many digits do not change."""
-    last = mp.nan  # equal to nothing
+    last = MP.nan  # equal to nothing
     for digits in DIGITS:
-        with mp.workdps(digits):
-            value = compute(mpf(at))
+        with MP.workdps(digits):
+            value = compute(MP.mpf(at))
             if abs(value - last) <= AGREED * abs(value) or max(abs(value), abs(last)) < NOTHING:
                 return value
             last = value
@@ -91,7 +41,7 @@ def settled(compute: Oracle, at: float) -> Number:
 
 def derivative(oracle: Oracle) -> Oracle:
     """Return the derivative: central differences over 10^-digits, computed with twice the digits."""
-    return lambda x: mp.diff(oracle, x)
+    return lambda x: MP.diff(oracle, x)
 
 
 # name | formula | where the derivative jumps | source; without one it is a textbook form, or a variant of the last

@@ -1,25 +1,15 @@
-"""What tests of exact activations share: the shipped ones, and formulas of their own in mpmath and in PyTorch.
-
-The formulas are texts written here, and are evaluated here: nothing of the language under test takes part.
-"""
+"""What tests of exact activations share: the shipped ones, and formulas of their own in PyTorch."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import mpmath
 import numpy as np
 import torch
 
 from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, patterns, same
-
-MP = mpmath.MPContext()
-MP.dps = 200
-_HUNDREDTH = MP.mpf("0.01")
 
 SELU = "1.0507009873554804934193349852946"
 SELU_ALPHA = "1.6732632423543772848170429916717"
@@ -47,55 +37,6 @@ CLOSED: dict[str, tuple[str, str, tuple[float, ...]]] = {
 }
 # constant between corners, so that PyTorch's own gradient is the reference at every float
 LINEAR = ("hardtanh", "leaky_relu", "relu", "relu6")
-
-REAL: dict[str, Any] = {
-    "where": lambda condition, a, b: a if condition else b,
-    "abs": abs,
-    "asinh": MP.asinh,
-    "atan": MP.atan,
-    "cos": MP.cos,
-    "cosh": MP.cosh,
-    "e": MP.e,
-    "elu": lambda u, a=1: u if u > 0 else a * MP.expm1(u),
-    "erf": MP.erf,
-    "erfc": MP.erfc,
-    "exp": MP.exp,
-    "expm1": MP.expm1,
-    "gelu": lambda u: u * MP.ncdf(u),
-    "hardshrink": lambda u: u if abs(u) > MP.mpf("0.5") else MP.mpf(0),
-    "hardsigmoid": lambda u: min(max(u / 6 + MP.mpf("0.5"), 0), 1),
-    "hypot1": lambda u: MP.sqrt(1 + u * u),
-    "isru": lambda u: u / MP.sqrt(1 + u * u),
-    "leaky_relu": lambda u, a=_HUNDREDTH: u if u > 0 else a * u,
-    "log": MP.log,
-    "log1p": MP.log1p,
-    "logcosh": lambda u: MP.log(MP.cosh(u)),
-    "logsigmoid": lambda u: -MP.log1p(MP.exp(-u)),
-    "pi": MP.pi,
-    "relu": lambda u: max(u, MP.mpf(0)),
-    "sigmoid": lambda u: 1 / (1 + MP.exp(-u)),
-    "sign": MP.sign,
-    "silu": lambda u: u / (1 + MP.exp(-u)),
-    "sin": MP.sin,
-    "sech2": lambda u: MP.sech(u) ** 2,
-    "sinh": MP.sinh,
-    "softplus": lambda u: MP.log1p(MP.exp(u)),
-    "softshrink": lambda u: MP.sign(u) * max(abs(u) - MP.mpf("0.5"), 0),
-    "softsign": lambda u: u / (1 + abs(u)),
-    "sqrt": MP.sqrt,
-    "squareplus": lambda u: (u + MP.sqrt(u * u + 4)) / 2,
-    "tan": MP.tan,
-    "tanh": MP.tanh,
-    "tsech2": lambda u: u * MP.sech(u) ** 2,
-    "threshold": lambda u: u if u > 1 else MP.mpf(0),
-}
-_NUMBER = re.compile(r"(?<![\w.])(\d+\.?\d*(?:e[+-]?\d+)?)")
-
-
-def real(text: str, variable: str = "x") -> Callable[[Any], Any]:
-    """Return a formula as a function of mpmath numbers, to 200 digits."""
-    code = compile(_NUMBER.sub(r"number('\1')", text), text, "eval")
-    return lambda at: MP.mpmathify(eval(code, {**REAL, "number": MP.mpf, variable: at}))
 
 
 def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:

@@ -15,7 +15,6 @@ from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
-import mpmath
 import numpy as np
 import pytest
 import torch
@@ -31,11 +30,11 @@ from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from tests.support.generated import load, patterns
 from tests.support.literature import LITERATURE
+from tests.support.reals import MP, REAL
 from tests.support.rows import listed
 from tests.support.shared import shared
 
 Array = NDArray[np.float64]
-MP = mpmath.MPContext()
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 FLOOR = 1e-34  # PyTorch has no sigmoid below 1e-38, and what is lost there may be multiplied by x² = 8000
@@ -270,51 +269,11 @@ def neighbours(at: float) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------- the functions
 
 
-def _mp_exp(u: Any) -> Any:
-    return MP.exp(u) if u > -(10**6) else MP.zero
-
-
-def _mp_hypot1(u: Any) -> Any:
-    return MP.sqrt(1 + u * u)
-
-
-def _mp_erfc(u: Any) -> Any:
-    with MP.workdps(50):
-        return MP.erfc(u) if u < 100 else MP.zero
-
-
-# Written out here, with digits in place of care: the definitions.
-DEFINITIONS: dict[str, Any] = {
-    "expm1": lambda u: _mp_exp(u) - 1,
-    "log1p": lambda u: MP.log(1 + u),
-    "softplus": lambda u: MP.log(1 + _mp_exp(u)) if u < 1000 else u,
-    "tanh": lambda u: MP.sign(u) * (1 - 2 * _mp_exp(-2 * abs(u)) / (1 + _mp_exp(-2 * abs(u)))),
-    "sinh": lambda u: (MP.exp(u) - MP.exp(-u)) / 2,
-    "cosh": lambda u: (MP.exp(u) + MP.exp(-u)) / 2,
-    "sech2": lambda u: 4 * _mp_exp(-2 * abs(u)) / (1 + _mp_exp(-2 * abs(u))) ** 2,
-    "tsech2": lambda u: 4 * u * _mp_exp(-2 * abs(u)) / (1 + _mp_exp(-2 * abs(u))) ** 2,
-    "logcosh": lambda u: abs(u) + MP.log((1 + _mp_exp(-2 * abs(u))) / 2),
-    "asinh": lambda u: MP.sign(u) * MP.log(abs(u) + _mp_hypot1(u)),
-    "atan": MP.atan,
-    "tan": lambda u: MP.sin(u) / MP.cos(u),
-    "erfc": _mp_erfc,
-    "ndtr": lambda u: _mp_erfc(-u / MP.sqrt(2)) / 2,
-    "exponential": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
-    "exp_full": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
-    "exp_half": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
-    "sigmoid": lambda u: 1 / (1 + _mp_exp(-u)) if u > -1000 else _mp_exp(u),
-    "tanh_softplus": lambda u: 1 - 2 / ((1 + _mp_exp(u)) ** 2 + 1) if u < 1000 else MP.one,
-    "hypot1": _mp_hypot1,
-    "isru": lambda u: u / _mp_hypot1(u),
-    "squareplus": lambda u: (u + MP.sqrt(u * u + 4)) / 2,
-    "softsign": lambda u: u / (1 + abs(u)),
-}
-
-
 def defined(name: str, at: Array) -> Array:
-    """Return a function's values from its definition with 700 digits, rounded to float64."""
-    with MP.workdps(700):
-        return np.array([float(DEFINITIONS[name](MP.mpf(point))) for point in at.tolist()])
+    """Return a function's values from its definition with 700 digits, erfc's with 50, rounded to float64."""
+    function = REAL[name.removesuffix("_half").removesuffix("_full")]
+    with MP.workdps(50 if name in ("erfc", "ndtr", "ndtr_half") else 700):
+        return np.array([float(function(MP.mpf(point))) for point in at.tolist()])
 
 
 def _sech2(u: Array) -> Array:
@@ -361,7 +320,7 @@ FLOAT64: dict[str, Any] = {
 }
 # Where a function is compared, if not at every float32.
 for _name in ("expm1", "ndtr", "sech2", "sigmoid", "softplus", "tanh", "tanh_softplus"):
-    DEFINITIONS[f"{_name}_half"], FLOAT64[f"{_name}_half"] = DEFINITIONS[_name], FLOAT64[_name]
+    FLOAT64[f"{_name}_half"] = FLOAT64[_name]
 DOMAIN: dict[str, tuple[float, float]] = {
     "log1p": (-1 + 2**-24, np.inf),
     "tan": (-1e4, 1e4),
