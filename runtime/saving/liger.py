@@ -39,7 +39,8 @@ def call_of(x: Tensor) -> tuple[Callable[..., Tensor], list[Operand]] | None:
     name, packed = type(node).__name__, packed_by(node)
     if not packed or not all(isinstance(each, Stored | Reading) for each in packed):
         return None
-    if name == NORM and node.casting_mode not in (LLAMA, GEMMA):
+    # With an offset, the kernel's version of Triton decides how LLAMA rounds the weight.
+    if name == NORM and node.casting_mode != GEMMA and (node.casting_mode != LLAMA or node.offset):
         return None
     operands = [_operand(each) for each in packed]
     if name == NORM:

@@ -114,7 +114,9 @@ def test_outputs_are_computed_again(name: str, factors: str, dtype: torch.dtype)
     assert off < 0.02 * sum(each.double().norm() ** 2 for each in expected) ** 0.5 and least <= after
 
 
-@pytest.mark.parametrize("of", ["cast in another way", "changed since", "made in a checkpoint"])
+@pytest.mark.parametrize(
+    "of", ["another cast", "LLaMA's cast and an offset", "changed since", "made in a checkpoint"]
+)
 def test_what_is_left_as_it_is(of: str) -> None:
     """A checkpoint inside, which gives each tensor once, is not asked for any."""
     runs = []
@@ -125,8 +127,8 @@ def test_what_is_left_as_it_is(of: str) -> None:
         return y
 
     def function(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-        if of == "cast in another way":
-            return norm_again(a + b, scale, 0.0, -1)
+        if "cast" in of:
+            return norm_again(a + b, scale, *((1.0, 0) if "offset" in of else (0.0, -1)))
         if of == "made in a checkpoint":
             y: Tensor = checkpoint(norm_again, a + b, scale, 0.0, 0, use_reentrant=False)
             F.linear(y, y[0])
@@ -137,8 +139,12 @@ def test_what_is_left_as_it_is(of: str) -> None:
                 y.mul_(2)
         return y
 
-    found = [trained(context, function, "stored", torch.float32)[0] for context in (nullcontext(), saving())]
-    assert all(map(torch.equal, *found))
+    (expected, _), (found, size) = (
+        trained(one, function, "stored", torch.float32) for one in (nullcontext(), saving())
+    )
+    assert all(map(torch.equal, found, expected))
+    if "cast" in of:
+        assert size == trained(saving(), FUNCTIONS["LLaMA's norm"], "stored", torch.float32)[1] + 4 * 64 * 64 * 4
 
 
 def test_after_backward() -> None:
