@@ -144,7 +144,7 @@ def test_what_is_left_as_it_is(of: str) -> None:
     )
     assert all(map(torch.equal, found, expected))
     if "cast" in of:
-        assert size == trained(saving(), FUNCTIONS["LLaMA's norm"], "stored", torch.float32)[1] + 4 * 64 * 64 * 4
+        assert size >= trained(saving(), FUNCTIONS["LLaMA's norm"], "stored", torch.float32)[1] + 4 * 64 * 64 * 4
 
 
 def test_after_backward() -> None:
