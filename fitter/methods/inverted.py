@@ -63,6 +63,11 @@ INNER = 0.25  # of the allowed error: the share that is allowed where rounding c
 SETTLED = 0.05  # of the allowed error: f′ has met its limit where it differs by less
 REFUSED = 0.01  # a float32 fit with a larger error is refused
 MAX_DEGREES = 16  # of numerator and denominator together
+# Of numerator and denominator, the cheapest first.
+DEGREES = sorted(
+    ((a, b) for a in range(MAX_DEGREES) for b in range(MAX_DEGREES - a + 1) if not b or abs(a - b) <= 1),
+    key=lambda pair: (sum(pair) + DIVISION * (pair[1] > 0), pair[1]),
+)
 EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where y − anchor cancels
 STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # times the allowed error, tried in turn until a fit meets it
 FAR = 1e5  # the largest |t| up to which quotients are tried
@@ -219,7 +224,7 @@ def _candidates(
     low, high = low / size, high / size
     inner = INNER if samples.half else 1.0
     weight = np.minimum(inner + ABOVE_FLOOR * (high - low) / 2 / allowed, 1.0)
-    for degrees in _degrees():
+    for degrees in DEGREES:
         if max(degrees) < len(t) and least.get(degrees, 0.0) <= allowed:
             least[degrees], found = minimax(t, low, high, size, weight, degrees, allowed)
             if found is not None:
@@ -236,13 +241,6 @@ def _settled(samples: Samples, allowed: float) -> tuple[int, int]:
 
     first = settled(samples.derivative) if samples.cell.low <= -REALS else 0
     return first, max(first, last - settled(samples.derivative[::-1]) if samples.cell.high >= REALS else last)
-
-
-def _degrees() -> Iterator[tuple[int, int]]:
-    """Yield degrees of numerator and denominator, the cheapest first."""
-    pairs = [(a, b) for b in range(MAX_DEGREES) for a in range(MAX_DEGREES) if not b or abs(a - b) <= 1]
-    pairs = [pair for pair in pairs if sum(pair) <= MAX_DEGREES]
-    yield from sorted(pairs, key=lambda pair: (sum(pair) + DIVISION * (pair[1] > 0), pair[1]))
 
 
 def stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float, float]:

@@ -21,12 +21,6 @@ HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e
 Coefficients = tuple[tuple[float, ...], tuple[float, ...]]  # of numerator and denominator, constant first
 
 
-def _powers(t: Array, degree: int) -> tuple[Array, float]:
-    """Return the columns (t/near)^k, (n, degree + 1), and `near`, a typical |t|."""
-    near = float(min(np.max(np.abs(t)), max(1.0, np.median(np.abs(t))))) or 1.0
-    return np.vander(t / near, degree + 1, increasing=True), near
-
-
 def _product(rows: Array, vector: Array) -> Array:
     """Return rows · vector, (n,), summed in a fixed order; BLAS and LAPACK choose theirs by CPU."""
     return np.asarray((rows * vector).sum(axis=1))
@@ -89,7 +83,8 @@ def minimax(
     """
     a, b = degrees
     # p and q may share any factor: this one keeps the powers similar in size, whatever the range
-    powers, near = _powers(t, max(a, b))
+    near = float(min(np.max(np.abs(t)), max(1.0, np.median(np.abs(t))))) or 1.0  # a typical |t|
+    powers = np.vander(t / near, max(a, b) + 1, increasing=True)
     basis, change = _orthonormal(powers / np.vander(1 + np.abs(t) / near, max(a, b) + 1)[:, :1])
     basis, change = basis * math.sqrt(len(t)), change / math.sqrt(len(t))
     above, below = basis[:, : a + 1] / (size * weight)[:, None], basis[:, : b + 1]
