@@ -106,11 +106,10 @@ format: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/fitact codegen --check
 
-## Times, as ratios of two things measured in one run; instructions of the kernels, and which limit of a GPU binds; whether training suffers.
+## Times, as ratios of two things measured in one run; instructions of the kernels; whether training suffers.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python -m benchmarks.kernels.instructions
-	$(BIN)/python -m benchmarks.kernels.roofline
 	$(BIN)/python -m benchmarks.kernels.overhead
 	$(BIN)/python -m benchmarks.kernels.activations
 	FITACT_CPU=inductor $(BIN)/python -m benchmarks.kernels.activations
