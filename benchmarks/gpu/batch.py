@@ -101,7 +101,7 @@ def shortened(plan: Plan, model: nn.Module) -> Plan:
 
 
 def largest(model: str, variant: str, what: str, unit: int, device: str, tiny: bool) -> Row:
-    """Return the largest batch, or the longest sequence of one row, of which a step fits the memory."""
+    """Return the largest batch, or the longest sequence of one row, whose step fits the memory."""
     subject = make(model, device, tiny=tiny, whole=True)
     forward = VARIANTS[variant].prepare(subject)
 

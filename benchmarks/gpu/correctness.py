@@ -48,7 +48,7 @@ def run(record: Record, device: str, tiny: bool) -> None:
 
 
 def kernel_tests(record: Record, device: str) -> None:
-    """Run the tests of the kernels in several processes; each takes every so many of them.
+    """Run the tests of the kernels in several processes; each takes every n-th.
 
     Without a GPU, Triton's interpreter rehearses a few.
     """

@@ -112,7 +112,7 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError inside the context after so many seconds."""
+    """Raise TimeoutError inside the context after this many seconds."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"took more than {seconds} s")

@@ -40,7 +40,7 @@ def synchronise(device: str) -> None:
 def milliseconds(call: Callable[[], Any], device: str, calls: int = CALLS) -> float:
     """Return the median time of a call.
 
-    On a GPU, the current stream must not be the default one: it captures so many calls. Backward passes run on the
+    On a GPU, the current stream must not be the default one: it captures `calls` calls. Backward passes run on the
     stream of their forward pass, so that must have been the same.
     """
     for _ in range(WARM):

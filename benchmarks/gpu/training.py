@@ -1,7 +1,7 @@
-"""Training for some steps on real text: tokens a second, peak and loss.
+"""Training for sixty steps on real text: tokens a second, peak and loss.
 
-The text is that of docs/, a byte a token. Weights are random, so losses only show whether the variants train
-alike; speed and memory are those of fine-tuning.
+The text is that of docs/, a byte a token. Weights are random, so losses only show whether the variants' losses
+agree; speed and memory are those of fine-tuning.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def compiled_by_fitact(subject: Loaded, **options: Any) -> Forward:
 
 
 def with_liger(subject: Loaded, prepare: Callable[[Loaded], Forward] = unchanged) -> Forward:
-    """Return the forward pass with Liger's gates, norms and fused loss, prepared once more."""
+    """Return the forward pass with Liger's gates, norms and fused loss, after `prepare`."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model = subject.model.get_base_model() if subject.size.lora else subject.model

@@ -1,1 +1,1 @@
-"""Times, bytes and instructions of the kernels, and which limit of a GPU binds them."""
+"""Times, bytes and instructions of the kernels."""

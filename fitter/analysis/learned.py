@@ -66,6 +66,8 @@ class Number:
             self.start == 0 or SMALLEST_SINGLE <= abs(self.start) <= LARGEST_SINGLE
         ):
             raise UsageError(f"{what}: expected a start that float32 holds, got {quote(self.start)}")
+        if not isinstance(self.channel, bool):
+            raise UsageError(f"{what}: channel: expected true or false, got {quote(self.channel)}")
 
 
 def _taken(name: object) -> str | None:
@@ -162,7 +164,7 @@ class Learned(Formula):
     def start(self) -> Activation | None:
         """Return the activation that the formula is at the starts; None where it is constant there."""
         starts = {number.name: f"({number.start!r})" for number in self.numbers}
-        text = re.sub(r"\b[^\W\d]\w*", lambda name: starts.get(name[0], name[0]), self.expression)
+        text = re.sub(r"(?<![\w.])[^\W\d]\w*", lambda name: starts.get(name[0], name[0]), self.expression)
         text = ast.unparse(Parser(text, "formula", "x").tree())
         return Activation(None, text) if x in parse(text, what="formula").free_symbols else None
 

@@ -49,8 +49,7 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[Any, bool]] = {
 }
 
 
-@lru_cache(maxsize=256)
-def parse(text: str, *, what: str = "expression", variable: str = "x", learned: tuple[str, ...] = ()) -> Expr:
+def parse(text: str, *, what: str = "expression", variable: str = "x", learned: Sequence[str] = ()) -> Expr:
     """Return a formula in Python's notation, e.g. `"x*sigmoid(1.702*x)"`, as a SymPy expression in the symbol `x`.
 
     `variable` is what the text calls `x`, and `what` how messages call the text. The names of learned parameters
@@ -58,6 +57,11 @@ def parse(text: str, *, what: str = "expression", variable: str = "x", learned: 
     """
     if not isinstance(text, str):
         raise UsageError(f"{what}: expected text, got {quote(text)}")
+    return _parsed(text, what, variable, tuple(learned))
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str, what: str, variable: str, learned: tuple[str, ...]) -> Expr:
     return Parser(text, what, variable, learned).parse()
 
 

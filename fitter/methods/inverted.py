@@ -285,7 +285,7 @@ def _exact(activation: Activation, samples: Samples, ends: tuple[int, int]) -> C
 class Cell:
     """An interval of x on which f is monotone and smooth."""
 
-    low: float  # ±REALS stand for ±∞
+    low: float  # ±REALS means ±∞
     high: float
     direction: int  # 1 where f rises, −1 where it falls, 0 where it is constant
     radicals: tuple[Radical, ...]  # the terms of the variable t in which f′ is a smooth function of y

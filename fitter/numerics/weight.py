@@ -103,9 +103,9 @@ class Weight:
             raise UsageError(f"weight {quote(self.text)}: expected {forms}")
         freedom, mean, scale = float(match[1] or 3), float(match[2] or 0), float(match[3] or 1)
         if not (0 < freedom <= MOST_FREEDOM and math.isfinite(mean) and 0 < scale < math.inf):
-            told = f"degrees of freedom above 0 and up to {MOST_FREEDOM:g}, a finite mean and a scale above 0"
-            told = "a finite mean and a deviation above 0" if normal else told
-            raise UsageError(f"weight {quote(self.text)}: expected {told}")
+            expected = f"degrees of freedom above 0 and up to {MOST_FREEDOM:g}, a finite mean and a scale above 0"
+            expected = "a finite mean and a deviation above 0" if normal else expected
+            raise UsageError(f"weight {quote(self.text)}: expected {expected}")
         if normal:
             text = f"exp(-((x - ({mean!r}))/{scale!r})**2/2)/({scale!r}*sqrt(2*pi))"
             return _Density(mean, scale, math.inf, text)

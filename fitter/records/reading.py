@@ -91,7 +91,7 @@ def _formula(
     make: Callable[[str], T],
     own: Callable[[str], T] | None,
 ) -> T:
-    """Return what a formula without a name is, or what a name of a catalog stands for if all else is as there."""
+    """Return a user's own formula, or that of a catalog's name if the rest of the record agrees."""
     name = record["name"]
     if name is None and own is not None:
         return own(text(record["expression"], f"{what}.expression"))

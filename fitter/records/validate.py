@@ -57,12 +57,12 @@ def check_keys(what: str, record: Mapping[str, Any], expected: Iterable[str]) ->
         raise UsageError(f"{what}: expected {', '.join(sorted(expected))}, got {quote(sorted(record))}")
 
 
-def _reader(kind: type[T], told: str) -> Callable[[object, str], T]:
-    """Return a function that returns a value of a type of Python, which messages call `told`."""
+def _reader(kind: type[T], expected: str) -> Callable[[object, str], T]:
+    """Return a function that returns a value of a type of Python, called `expected` in messages."""
 
     def read(value: object, what: str) -> T:
         if not isinstance(value, kind):
-            raise UsageError(f"{what}: expected {told}, got {quote(value)}")
+            raise UsageError(f"{what}: expected {expected}, got {quote(value)}")
         return value
 
     return read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,7 +30,7 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
-from .liger import call_of, is_known
+from .liger import call_of, compute_before_overwriting, is_known
 from .recompute import Computed, Reading, Recompute, Unsuitable
 from .storage import (
     Bits,
@@ -138,7 +138,7 @@ class Capture(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.autocast = any_autocast()
         if "liger_kernel" in sys.modules:
-            self._note(args)
+            self._record_liger(args)
         return rule(self, func, args, kwargs or {})
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
@@ -194,13 +194,18 @@ class Capture(TorchFunctionMode):
         """Store what could not be recomputed, after a call that returned the output."""
         mark_of(storage).add(stored.settle())
 
-    def _note(self, args: Sequence[Any]) -> None:
-        """Record on what functions of Liger's have returned how to recompute it."""
+    def _record_liger(self, args: Iterable[Any]) -> None:
+        """Record how the outputs of Liger's functions among the arguments of a call are recomputed."""
         for x in args:
-            if isinstance(x, Tensor) and is_plain(x) and is_known(x) and not version_of_saved(x):
-                mark = marked(x.untyped_storage(), self.hooks)
-                if mark.recompute is None and not mark.has(0) and (call := call_of(x)) is not None:
-                    set_recompute(self, x, *call, {})
+            if isinstance(x, list | tuple):
+                self._record_liger(x)
+            elif isinstance(x, Tensor) and is_plain(x) and is_known(x) and not version_of_saved(x):
+                mark, node = marked(x.untyped_storage(), self.hooks), x.grad_fn
+                if mark.recompute is None and not mark.has(0) and calls_of(node) >= self._first_call:
+                    call = call_of(x)
+                    recompute = None if call is None else set_recompute(self, x, *call, {})
+                    if recompute is not None:
+                        compute_before_overwriting(node, recompute)
 
     # ----------------------------------------------------------------------------------------------- saved tensors
 

@@ -1,11 +1,12 @@
-"""Outputs of Liger's gates and norms, which backward computes again from what these save themselves.
+"""Outputs of Liger's gates and norms, recomputed in backward from the tensors that these save themselves.
 
-PyTorch's modes see no call of a library's own function. But its output has the function's node, and that knows how
+PyTorch's modes see no call of another library's function. But the output has the function's node, which holds how
 the function's tensors are stored.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from fitact.runtime.torch_internals import function_of, packed_by
 
-from .recompute import Computed, Operand, Reading
-from .storage import Mark, Stored
+from .recompute import Computed, Operand, Reading, Recompute
+from .storage import Mark, Stored, quietly
 
 NORM = "LigerRMSNormFunctionBackward"
-LLAMA, GEMMA = 0, 1  # how a norm casts, by the number that its node has: the weight as it is, or in float32
-# The nodes, and for those of gates the numbers that they have of their call.
+LLAMA, GEMMA = 0, 1  # casting_mode of a norm's node: the weight in its own dtype, or in float32
+# By the node's name, the numbers of a gate's call that its node has.
 NODES: dict[str, tuple[str, ...]] = {
     NORM: (),
     "LigerSiLUMulFunctionBackward": ("gate_multiplier", "down_multiplier"),
@@ -34,12 +35,12 @@ def is_known(x: Tensor) -> bool:
 
 
 def call_of(x: Tensor) -> tuple[Callable[..., Tensor], list[Operand]] | None:
-    """Return a call that computes what a function has returned; None if a context did not see what that saved."""
+    """Return a call that recomputes a function's output; None if a context did not store all that it saved."""
     node: Any = x.grad_fn
     name, packed = type(node).__name__, packed_by(node)
     if not packed or not all(isinstance(each, Stored | Reading) for each in packed):
         return None
-    # With an offset, the kernel's version of Triton decides how LLAMA rounds the weight.
+    # With an offset, Triton's version decides how LLAMA's cast rounds the weight.
     if name == NORM and node.casting_mode != GEMMA and (node.casting_mode != LLAMA or node.offset):
         return None
     operands = [_operand(each) for each in packed]
@@ -49,16 +50,35 @@ def call_of(x: Tensor) -> tuple[Callable[..., Tensor], list[Operand]] | None:
     return partial(_gate, function_of(node), x.shape, numbers), operands
 
 
+def compute_before_overwriting(node: Any, recompute: Recompute) -> None:
+    """Let backward compute a gate's output just before the gate's node, if something will read it later.
+
+    The gate's kernel writes its gradients over what it has saved, so that it cannot be computed any more.
+    """
+    if type(node).__name__ != NORM:
+        node.register_prehook(partial(_before, recompute))
+
+
+def _before(recompute: Recompute, _: Any) -> None:
+    computed = recompute.alive()
+    if computed is not None and computed.kept is None:
+        with quietly():
+            computed.kept = computed.made()
+    for operand in recompute.operands:
+        if isinstance(operand.mark, _Saved):
+            operand.mark.stored_ref = None
+
+
 class _Saved(Mark):
-    """The mark of a tensor, of which only how it is stored is known."""
+    """The mark of a tensor; only its storage is known, and autograd alone holds that."""
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(None)
-        self._stored = stored
+        self.stored_ref: Callable[[], Stored | None] | None = weakref.ref(stored)
 
-    def stored(self, *_: Any) -> Stored:
-        """Return what is stored."""
-        return self._stored
+    def stored(self, *_: Any) -> Stored | None:
+        """Return what is stored; None once autograd has freed it or a gate has written over it."""
+        return self.stored_ref and self.stored_ref()
 
 
 def _operand(saved: Stored | Reading) -> Operand:

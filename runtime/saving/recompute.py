@@ -232,9 +232,13 @@ class Recompute:
         self.unsaved = left or None
         return adds < self.size
 
+    def alive(self) -> Computed | None:
+        """Return what computes the value for those who will read it; None if nobody will."""
+        return self._computed and self._computed()
+
     def store(self, store: Store) -> Computed | None:
         """Return what computes the value for one more reader; None if an operand is gone or was changed."""
-        computed = self._computed and self._computed()
+        computed = self.alive()
         if computed is None:
             if not self.pays():
                 return None
@@ -279,18 +283,20 @@ class Computed(Made):
 
     Attributes:
         guard: counts changes of the tensor in place; None before it was saved.
+        kept: the tensor, if it could not be computed any more.
 
     """
 
     readers = 0
     sources: Sequence[Stored | Computed]
     guard: Tensor | None = None
+    kept: Tensor | None = None
 
     def __init__(self, recompute: Recompute, sources: Sequence[Stored | Computed]) -> None:
         self.recompute, self.sources, self.first = recompute, sources, next_call() - 1
 
     def _make(self) -> Tensor:
-        return self.recompute.run(self.sources)
+        return self.recompute.run(self.sources) if self.kept is None else self.kept
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import nullcontext
 from types import ModuleType
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fitact.runtime.measure import count_saved
 from fitact.runtime.saving import saving
+from fitact.runtime.saving.storage import Stored
 
 
 class LigerSiLUMulFunction(torch.autograd.Function):
@@ -101,7 +103,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factors", ["stored", "recomputed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_outputs_are_computed_again(name: str, factors: str, dtype: torch.dtype) -> None:
+def test_outputs_are_recomputed(name: str, factors: str, dtype: torch.dtype) -> None:
     expected, before = trained(nullcontext(), FUNCTIONS[name], factors, dtype)
     for around in (nullcontext(), torch.autograd.graph.save_on_cpu()):
         with around:
@@ -118,7 +120,7 @@ def test_outputs_are_computed_again(name: str, factors: str, dtype: torch.dtype)
     "of", ["another cast", "LLaMA's cast and an offset", "changed since", "made in a checkpoint"]
 )
 def test_what_is_left_as_it_is(of: str) -> None:
-    """A checkpoint inside, which gives each tensor once, is not asked for any."""
+    """Saved as without fitact; a checkpoint inside gives each tensor once, and is asked for none."""
     runs = []
 
     def norm_again(x: Tensor, *others: Any) -> Tensor:
@@ -145,6 +147,47 @@ def test_what_is_left_as_it_is(of: str) -> None:
     assert all(map(torch.equal, found, expected))
     if "cast" in of:
         assert size >= trained(saving(), FUNCTIONS["LLaMA's norm"], "stored", torch.float32)[1] + 4 * 64 * 64 * 4
+
+
+ORDERS = "one gradient, then another", "a head on what was detached", "detached after backward", "two passes"
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_gate_that_has_overwritten_its_factors(order: str, recomputed: bool) -> None:
+    """Whoever reads its output after its own backward pass gets it as it was."""
+
+    def gradients(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, *w = torch.randn(32, 64), *(torch.randn(64, 64, requires_grad=True) for _ in range(4))
+        with context:
+            a, b = F.linear(x, w[0]), F.linear(x, w[1])
+            y = LigerSiLUMulFunction.apply(*((a.sin(), b * 1.5) if recomputed else (a, b)))
+            loss = F.linear(y, w[2]).square().mean()
+            head = None if order == "detached after backward" else F.linear(y.detach(), w[3]).square().mean()
+        if order == ORDERS[0]:
+            first = torch.autograd.grad(loss, w[0], retain_graph=True)
+            return [*first, *torch.autograd.grad(loss, w[2])]
+        found = [*torch.autograd.grad(loss, w[:3], retain_graph=order == "two passes")]
+        if head is None:
+            with saving() if isinstance(context, saving) else nullcontext():
+                head = F.linear(y.detach(), w[3]).square().mean()
+        again = torch.autograd.grad(loss, w[2]) if order == "two passes" else ()
+        return [*found, *torch.autograd.grad(head, w[3]), *again]
+
+    assert all(map(torch.equal, gradients(saving()), gradients(nullcontext())))
+
+
+def test_nothing_outlives_its_graph() -> None:
+    with saving():
+        x = torch.randn(32, 64, requires_grad=True) * 1
+        y = LigerRMSNormFunction.apply(x.sin(), None, 0.0, 0)
+        loss = F.linear(y, y.detach()).sum()
+    before = {id(each) for each in gc.get_objects() if type(each) is Stored}
+    loss.backward()
+    del loss, x
+    assert not [each for each in gc.get_objects() if type(each) is Stored and id(each) in before]
+    assert y.shape == (32, 64)
 
 
 def test_after_backward() -> None:

@@ -40,7 +40,6 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-GPUS = TARGETS | {"sm_100": GPUTarget("cuda", 100, 32)}  # all that can be compiled for
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of the table
 FLOATS = DTYPES | {"fp16": torch.float16}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -355,8 +354,8 @@ def compiled(
             constexprs={(names.index(name),): value for name, value in constants.items()},
             attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
         ),
-        target=GPUS[target],
-        options={"enable_fp_fusion": True, **options, "num_warps": threads // GPUS[target].warp_size},
+        target=TARGETS[target],
+        options={"enable_fp_fusion": True, **options, "num_warps": threads // TARGETS[target].warp_size},
     )
 
 

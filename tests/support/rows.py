@@ -15,7 +15,7 @@ def listed(text: str) -> list[str]:
 
 
 def full(rows: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Return rows of which those that are not quick belong to the full product; a row may be a tuple."""
+    """Return rows, of the full product alone if they are not quick; a row may be a tuple."""
     often = quick if callable(quick) else quick.__contains__
     return [
         pytest.param(*(row if type(row) is tuple else [row]), marks=[] if often(row) else pytest.mark.full)
