@@ -59,7 +59,7 @@ class Device:
 # Between device and host, one way, in GB/s: PCI Express by its base specification, with 16 lanes and its encoding
 # of 128 bits in 130; NVLink-C2C by the data sheet of GH200.
 PCIE3, PCIE4, PCIE5, C2C = 15.75, 31.5, 63.0, 450.0
-# Shares of an H200's data sheet: steps of LLaMA-7B took 4 to 6 % longer than by these; copies reached the last.
+# Shares of an H200's data sheet: steps of LLaMA-7B took 4 to 9 % longer than by these; copies reached the last.
 REACHED, PRODUCTS, LINK = 0.8, 0.75, 0.86
 
 

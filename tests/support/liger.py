@@ -32,12 +32,12 @@ def call(self: Any, *args: Any, inner: Any = GridExecutor.__call__, **given: Any
 
 
 @triton.jit
-def rsqrt(x):  # type: ignore[no-untyped-def]
+def rsqrt(x):
     return 1 / tl.sqrt(x)
 
 
 @triton.jit
-def tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):
     return 2 * tl.sigmoid(2 * x) - 1
 
 

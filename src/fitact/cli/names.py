@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,6 +124,7 @@ def check_place(call: str) -> None:
         raise UsageError(f"{module}: it has no callable {quote(name)}{near(name, there)}")
 
 
+@cache
 def _timm() -> str:
     return "\n".join(map(_text, sorted((installed("timm") / "models").glob("*.py"))))
 
