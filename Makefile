@@ -83,14 +83,12 @@ site: $(VENV)/.installed
 	@rm -rf build/lib build/bdist.*
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-## Random formulas, gates, options and fits for SECONDS, from SEED; then COUNT interruptions of each command, if any.
-## What fails is reduced, printed, and kept in tests/fuzz/cases.json, which `make test` runs.
+## Random formulas, gates, options and fits for SECONDS, from SEED.
+## What fails is printed, and kept in tests/fuzz/cases.json, which `make test` runs.
 SECONDS ?= 600
 SEED ?= 0
-COUNT ?= 0
 fuzz: $(VENV)/.installed
 	$(ENVIRONMENT) $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
-	@test $(COUNT) = 0 || $(ENVIRONMENT) $(BIN)/python -m tests.fuzz --interruptions $(COUNT) --seed $(SEED)
 
 ## Linter, formatter and type checker; the types are those of the installed wheel.
 lint: $(VENV)/.installed

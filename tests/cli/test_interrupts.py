@@ -1,19 +1,41 @@
-"""Ctrl-C: one line, status 130 and no half-written file."""
+"""Ctrl-C, a kill or a full disk: one line, status 130 or 1, no half-written file, and the next run does it all."""
 
+import json
+import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import fitact.cli.tables
+from fitact.base.files import PREFIX
 from fitact.cli import main
-from tests.fuzz.interruptions import COMMANDS, contents, prepared
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    "fit": ["fit", "--fn", "tanh", "--bits", "1", "--bits", "2"],
+    "codegen": ["codegen"],
+    "codegen --standalone": ["codegen", "--standalone"],
+    "plot": ["plot", "-o", "picture.svg"],
+    "show": ["show", "gelu"],
+    "plan": ["plan", "mine:mine", "--gib", "1", "-o", "plan.json"],
+}
+SOME = [name for name in COMMANDS if name != "plan"]  # which takes longest
+MINE = """
+import torch
+
+def mine(batch=1, seq=8):
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    return torch.nn.Sequential(block(), block()), torch.randn(batch, seq, 16)
+"""
 
 # The command line as it is installed; it tells when it is ready for an interrupt.
 ENTRY = """
@@ -36,9 +58,22 @@ sys.exit(main())
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with three fits, and the current one."""
+    """A folder with three fits and a model, and the current one."""
     monkeypatch.chdir(tmp_path)
     return prepared(tmp_path)
+
+
+def prepared(folder: Path) -> Path:
+    (folder / "generated" / "fits").mkdir(parents=True)
+    (folder / "mine.py").write_text(MINE)
+    for name in ("gelu_fewbit3", "silu_fewbit2", "tanh_output"):
+        shutil.copy(ROOT / "generated" / "fits" / f"{name}.json", folder / "generated" / "fits")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def start(command: str) -> subprocess.Popen[str]:
@@ -52,13 +87,68 @@ def start(command: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_as_soon_as_it_is_ready(command: str, folder: Path) -> None:
-    """Later moments, drawn at random, are in tests/fuzz."""
     before = contents(folder)
     with start(command) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "fitact: interrupted\n")
     assert contents(folder) == before
+
+
+def run(
+    command: str, folder: Path, stop: tuple[float, int] = (0, 0), largest: int | None = None
+) -> tuple[int, str]:
+    """Run a command in a folder; return its status and errors. No file is left half-written, unless it is killed.
+
+    stop: after how many seconds which signal is sent; largest: no file of it may have more bytes.
+    """
+    limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest, largest)) if largest else None
+    # without files of bytecode: Python itself may leave one half-written
+    arguments = [sys.executable, "-B", "-m", "fitact", *COMMANDS[command]]
+    with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=limited) as process:
+        if stop[1]:
+            time.sleep(stop[0])
+            process.send_signal(stop[1])
+        _, err = process.communicate(timeout=300)
+    for path in folder.rglob("*"):
+        if path.name.startswith(PREFIX):
+            assert stop[1] == signal.SIGKILL, path
+            path.unlink()
+        elif path.suffix == ".json":
+            json.loads(path.read_text("utf-8"))
+        elif path.suffix == ".py":
+            compile(path.read_text("utf-8"), path.name, "exec")
+        elif path.suffix == ".svg":
+            assert path.read_text("utf-8").endswith("</svg>\n"), path
+    return process.returncode, err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize("command", SOME)
+def test_at_a_random_moment(command: str, sign: signal.Signals, tmp_path: Path) -> None:
+    """The next run leaves what one leaves that was not disturbed."""
+    undisturbed, *folders = (prepared(tmp_path / name) for name in "abc")
+    began = time.monotonic()
+    assert run(command, undisturbed) == (0, "")
+    seconds = time.monotonic() - began
+    for after, folder in zip((random.Random(command).uniform(0, seconds), 0.8 * seconds), folders, strict=True):
+        status, err = run(command, folder, (after, sign))
+        # before the first line of fitact has run, Python ends itself, and tells how
+        early = status == -sign or (status in (1, 130) and "KeyboardInterrupt" in err)
+        assert early or (status, err) in ((130, "fitact: interrupted\n"), (0, ""))
+        assert run(command, folder) == (0, "")
+        assert contents(folder) == contents(undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [name for name in SOME if name != "show"])
+def test_no_room(command: str, folder: Path) -> None:
+    before = contents(folder)
+    status, err = run(command, folder, largest=100)
+    assert status == 1 and err.startswith("fitact: ") and err.count("\n") == 1
+    assert before.items() <= contents(folder).items()  # what is smaller may be there already
+    assert run(command, folder) == (0, "")
 
 
 START = "import os, signal\nfrom pathlib import Path\nfrom fitact.base import files, interrupts\n"

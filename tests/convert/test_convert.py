@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import fitact
 from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
-from fitact.runtime.choose.detect import computes
 from fitact.runtime.choose.records import Conversion
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
@@ -1063,35 +1062,6 @@ def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
 
     nothing = fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=run, gradients=True).gradient
     assert nothing is not None and nothing.error is None and nothing.note
-
-
-class Named(nn.Module):
-    """An activation of one's own, called by the name that it gives to its input."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden)
-
-
-class NamedCall(Holds):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.act(hidden=self.up(x)))
-        return y
-
-
-@pytest.mark.parametrize("method", ["fewbit", "inverted"])
-def test_own_activations_are_called_by_their_names(method: str) -> None:
-    assert computes(Named()) == "gelu" and computes(MayTakeMore()) is None
-    model, x = NamedCall(Named()), torch.randn(512, 16)
-    baseline, original = model(x), model.act
-    for inputs in (None, x):
-        (site,) = fitact.convert(model, method, example_inputs=inputs).replaced
-        assert site.before == "Named"
-        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            torch.testing.assert_close(one(x), baseline, rtol=0, atol=0)
-        with pytest.raises(TypeError, match=r"Named\.forward"):
-            model.act(x=x)
-        fitact.revert(model)
-        assert model.act is original
 
 
 class MayTakeMore(nn.Module):

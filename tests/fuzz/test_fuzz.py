@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.parser import parse
-from tests.fuzz import checks, grammar, interruptions
+from tests.fuzz import checks, grammar
 from tests.fuzz.__main__ import CASES, CHECKS
-from tests.fuzz.grammar import Tree, X
-from tests.fuzz.reduce import reduced
+from tests.fuzz.grammar import Tree
 from tests.support.refusals import within
 
 FOUND = [
@@ -113,29 +110,6 @@ def test_what_is_too_large_is_refused_where_it_is_read(text: str, told: str) -> 
 # ---------------------------------------------------------------------------------------- the fuzzer itself
 
 
-def test_trees_and_their_reduction() -> None:
-    for chance in chances("trees", 100):
-        tree = grammar.formula(chance)
-        assert str(tree).count("@") == 0
-        for way, node in tree.nodes():
-            assert tree.replaced(way, node) == tree
-    tree = grammar.PLAIN.tree(random.Random(5), 30)
-    whole = Tree("(@ + @)", (tree, Tree("tanh(@)", (Tree("exp(@)", (tree,)),))))
-    assert str(reduced(whole, lambda one: "exp(" in str(one))) == "exp(x)"
-    assert reduced(X, lambda _: True) == X
-
-
-def test_most_formulas_are_accepted() -> None:
-    accepted = 0
-    for chance in chances("accepted", 60):
-        try:
-            parse(str(grammar.PLAIN.tree(chance, 5)))
-            accepted += 1
-        except UsageError:
-            pass
-    assert accepted > 40
-
-
 def test_a_wrong_module_is_seen() -> None:
     from fitact.fitter.methods.table import make
     from tests.support.generated import load
@@ -147,27 +121,3 @@ def test_a_wrong_module_is_seen() -> None:
     checks.check_values(fit, load(fit), reported=False, count=100)
     with pytest.raises(AssertionError):
         checks.check_values(fit, load(other), reported=False, count=100)
-
-
-# -------------------------------------------------------------------------------- interruptions, and no room
-
-MOST = [name for name in interruptions.COMMANDS if name != "plan"]  # which takes longest: `make fuzz COUNT=50`
-WRITING = [name for name in MOST if name in interruptions.WRITING]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-@pytest.mark.parametrize("command", MOST)
-def test_ended_at_a_random_moment(command: str, sign: signal.Signals) -> None:
-    for after in interruptions.moments(command, 2, 0):
-        interruptions.check_interrupted(command, sign, after)
-
-
-CHECKED = (interruptions.check_no_room, interruptions.check_read_only, interruptions.check_together)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("command", WRITING)
-@pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.__name__)
-def test_no_room_read_only_and_two_at_once(check: Callable[[str], None], command: str) -> None:
-    check(command)

@@ -52,13 +52,6 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in _anchors(other), target
 
 
-def test_anchors(tmp_path: Path) -> None:
-    """As GitHub makes them: of headings alone, with numbers for those that repeat."""
-    page = tmp_path / "page.md"
-    page.write_text("# `f′`, *and* G.h_i\n\n```sh\n# no heading\n```\n\n## Two  words\n\n## f, and Gh_i\n")
-    assert _anchors(page) == {"f-and-gh_i", "two--words", "f-and-gh_i-1"}
-
-
 @cache
 def _prose(page: Path) -> str:
     """Return the text of a page, or of a notebook, without code."""

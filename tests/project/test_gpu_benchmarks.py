@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,26 +126,6 @@ def test_training(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- the record, the tree
 
 
-@pytest.mark.long
-@pytest.mark.full
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """What is there is valid JSON, and the next run goes on with what is missing."""
-    path = tmp_path / "kernels.json"
-    seen: Rows = []
-    for seed in range(2):
-        options = ["kernels", "--tiny", "--cpu", "--resume", "--out", str(tmp_path)]
-        process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.DEVNULL)
-        while not path.exists() or len(rows_of(path)) <= len(seen):
-            assert process.poll() is None
-            time.sleep(0.01)
-        time.sleep(random.Random(seed).random())
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        rows = rows_of(path)
-        assert rows[: len(seen)] == seen and len(rows) > len(seen)
-        seen = rows
-
-
 def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
     def fails() -> dict[str, Any]:
         raise RuntimeError("out of luck")
@@ -167,43 +142,6 @@ def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
     again.measure({"variant": "wanted 1"}, lambda: {"ms": 1.0})
     again.measure({"variant": "wanted 2"}, lambda: {"ms": 1.0})
     assert ["error" in row for row in rows_of(tmp_path / "steps.json")] == [True, False]
-
-
-def test_a_row_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.record.LIMIT", 1)
-    record("steps", tmp_path).measure({"variant": "slow"}, lambda: {"slept": time.sleep(60)})
-    (row,) = rows_of(tmp_path / "steps.json")
-    assert row["error"] == "TimeoutError: took more than 1 s"
-
-
-def test_the_tree_comes_before_what_is_installed(tmp_path: Path) -> None:
-    """In the process itself and in those that it starts."""
-    code = "import fitact.generated as g, os; print(*map(os.path.realpath, fitact.__path__ + g.__path__))"
-    code = f"import fitact, sys; {code}"
-    start = (
-        "from benchmarks.gpu.__main__ import *; use_tree(); subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    )
-    (tmp_path / "fitact").mkdir()
-    (tmp_path / "fitact" / "__init__.py").write_text("raise ImportError('what is installed')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{start}; {code}", code],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.splitlines() == [f"{ROOT / 'build' / 'gpu' / 'tree' / 'fitact'} {ROOT / 'generated'}"] * 2
-
-
-def test_the_command_refuses() -> None:
-    for options, message in (
-        (["steps", "--cpu"], "--cpu is a rehearsal: add --tiny"),
-        (["nothing"], "invalid choice: 'nothing'"),
-    ):
-        done = subprocess.run([*COMMAND, *options], cwd=ROOT, check=False, capture_output=True, text=True)
-        assert done.returncode == 2 and message in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ results of a GPU

@@ -83,37 +83,6 @@ def test_links_lead_to_pages(pages: dict[str, bytes]) -> None:
     assert count > 200
 
 
-def test_links_lead_to_the_same(hooks: ModuleType, pages: dict[str, bytes]) -> None:
-    """A source is shown as a page, a notebook as one too, results as they are."""
-    assert links(pages["parallel.md"].decode())[-3:-1] == [
-        "project/tests/compile/test_training.py.md",
-        "project/tests/norms/test_norms.py.md",
-    ]
-    source = (ROOT / "tests" / "norms" / "test_norms.py").read_text("utf-8")
-    assert source in pages["project/tests/norms/test_norms.py.md"].decode()
-    result = "benchmarks/results/layers.json"
-    assert pages[f"project/{result}"] == (ROOT / result).read_bytes()
-    assert hooks.place("README.md") == "project/README.md"
-    assert hooks.place("docs/examples/finetune_lora.py") == "project/docs/examples/finetune_lora.py.md"
-
-
-@pytest.mark.parametrize(
-    ("text", "path", "expected"),
-    [
-        ("[a](plan.md#time)", "docs/storage.md", "[a](plan.md#time)"),
-        ("[a](../README.md#speed)", "docs/storage.md", "[a](project/README.md#speed)"),
-        ("[a](docs/storage.md) `[b](c.md)`", "README.md", "[a](../storage.md) `[b](c.md)`"),
-        ("![a](docs/gelu_fewbit3.png)", "README.md", "![a](../gelu_fewbit3.png)"),
-        ("[a](../notebooks/norms.ipynb)", "docs/storage.md", "[a](notebooks/norms.md)"),
-        ("[a](../docs/storage.md)", "notebooks/norms.ipynb", "[a](../storage.md)"),
-        ("[a](LICENSE) [b](#c) [d](https://e.f/g)", "README.md", "[a](LICENSE.md) [b](#c) [d](https://e.f/g)"),
-        ("```text\n[a](b.md)\n```\n", "README.md", "```text\n[a](b.md)\n```\n"),
-    ],
-)
-def test_relinked(text: str, path: str, expected: str, hooks: ModuleType) -> None:
-    assert hooks.relinked(text, path)[0] == expected
-
-
 @pytest.mark.parametrize("target", ["nowhere.md", "../tests"])
 def test_a_link_that_leads_nowhere(target: str, hooks: ModuleType) -> None:
     with pytest.raises(ValueError, match=rf"docs/storage.md: links to {target}, which is no file"):
@@ -147,15 +116,6 @@ def test_counts_of_the_explanation() -> None:
     sizes = [sum(module.saved(way)) // 2**20 for _, way in module.WAYS]
     said = "As it is {} MiB, steps {}, inverted {}, recomputed {}, in 8 bits {}, in 4 bits {}"
     assert said.format(*sizes) in page
-
-
-def test_citation() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert citation["version"] == project["version"]
-    assert citation["license"] == project["license"]
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert all(reference["url"] in readme for reference in citation["references"])
 
 
 def test_conda_recipe() -> None:

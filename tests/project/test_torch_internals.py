@@ -79,37 +79,6 @@ def test_no_private_parts_elsewhere(name: str) -> None:
         assert not [*private_parts(text)]
 
 
-PRIVATE_PARTS = """
-import torch._dynamo
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
-x = torch._C.DisableTorchFunction
-x = torch.ops.aten._to_copy.default
-x = tensor._version
-x = tensor.untyped_storage()._cdata
-def f(self): return self._modules
-x = getattr(model, '_orig_mod', model)
-x = vars(module)['_forward_hooks']
-x = import_module('torch._inductor')
-"""
-OTHERS = """
-'What torch._dynamo does.'
-import click._termui_impl
-from .torch_internals import storage_id
-class A:
-    def __init__(self): self._a = 1
-    def f(self): return self._a, type(self).__name__
-ORIGINAL = '_fitact_original'
-x = torch.ops.aten.clone.default
-"""
-
-
-def test_private_parts_are_seen_and_other_names_are_not() -> None:
-    assert [line for line in PRIVATE_PARTS.strip().splitlines() if not [*private_parts(line)]] == []
-    assert not [*private_parts(OTHERS)]
-
-
 def test_storages_are_told_apart() -> None:
     x, y = torch.zeros(4), torch.zeros(4)
     assert torch_internals.storage_id(x) == torch_internals.storage_id(x[1:]) != torch_internals.storage_id(y)

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fitact
 from fitact.base import UsageError
@@ -287,45 +286,6 @@ def mlp(activation: nn.Module, width: int = 1024, dtype: torch.dtype = torch.bfl
     )
 
 
-class Relu2(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(x).square()
-
-
-INPUT, INNER = 16_777_216, 67_108_864
-# what an activation adds to the linear layers' inputs, of which the second one is its output
-MLP: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
-    "relu": (nn.ReLU, []),
-    "gelu": (nn.GELU, [INNER]),
-    "relu2": (Relu2, [INNER]),
-    "gelu_fewbit3": (lambda: fitact.activation("gelu", bits=3), [3 << 22]),
-    "gelu_inverted1": (lambda: fitact.activation("gelu", method="inverted"), [1 << 22]),
-    "gelu_inverted2": (lambda: fitact.activation("gelu", method="inverted", bits=2), [2 << 22]),
-    **{
-        f"{name}_output": (lambda name=name: fitact.activation(name, method="output"), [])
-        for name in ("relu2", "tanh", "softplus", "selu", "softsign")
-    },
-}
-
-
-@pytest.mark.parametrize("shape", ["", "view", "reshape"])
-@pytest.mark.parametrize("name", MLP)
-def test_saved_by_the_mlp(name: str, shape: str) -> None:
-    """1024 → 4096 → 1024, input (2, 4096, 1024) in bfloat16, eager and compiled."""
-    make, added = MLP[name]
-    for compiled in (False, True):
-        if compiled and torch.__version__ < (2, 11):
-            pytest.skip("PyTorch 2.9 compiles no model of fake tensors")
-        torch._dynamo.reset()
-        with FakeTensorMode():
-            model, x = mlp(Between(make(), shape)), torch.randn(2, 4096, 1024, dtype=torch.bfloat16)
-            call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-            with count_saved(model) as saved:
-                call(x)
-        if not compiled or "_" in name:  # of PyTorch's own the compiler saves what it likes
-            assert sizes(saved) == sorted([INPUT, INNER, *added])
-
-
 @each_kind
 @pytest.mark.parametrize("shape", ["", "view", "reshape"])
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
@@ -351,14 +311,6 @@ class Call(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
-
-
-@every_kind
-def test_a_transposed_view_makes_the_next_layer_copy(one: Generated) -> None:
-    model, x = mlp(Between(Call(one.function), "transpose"), 32), torch.randn(2, 128, 32, dtype=torch.bfloat16)
-    with count_saved(model) as saved:
-        model(x)
-    assert sizes(saved).count(8 * x.numel()) == 1 + one.saves_output
 
 
 @every_kind

@@ -258,17 +258,6 @@ def no_synchronising() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
-@few
-@each_dtype
-def test_opcheck(name: str, dtype: torch.dtype) -> None:
-    key = activation(name).key
-    x = torch.randn(33, 5).to(DEVICE, dtype).requires_grad_()
-    y, codes = forward_op(x, dtype, key, check=True)
-    output = y.detach() if find(key).saves_output else None
-    backward_op(torch.ones_like(y), output, codes, dtype, key, check=True)
-
-
 @needs_gpu
 @few
 def test_autocast(name: str) -> None:
@@ -553,19 +542,6 @@ def test_variance_does_not_cancel(columns: int) -> None:
     z, _ = forward_op(x.to(DEVICE), torch.float32, LAYER, inner=columns, eps=1e-5)
     exact = F.layer_norm(x.double(), (columns,), eps=1e-5)
     torch.testing.assert_close(z.cpu().double(), exact, rtol=0, atol=4e-3)
-
-
-@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
-def test_norms_through_autograd_and_the_compiler(centred: bool) -> None:
-    torch._dynamo.reset()
-    norm, baseline = (ms_layer_norm, F.layer_norm) if centred else (ms_rms_norm, F.rms_norm)
-    dy = torch.randn(300, 50, device=DEVICE)
-    for function in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager")):
-        x = torch.randn(50, 300, device=DEVICE).t().requires_grad_()
-        y, reference = function(x, 50, 1e-5), baseline(x, (50,), eps=1e-5)
-        torch.testing.assert_close(y, reference)
-        (dx,), (expected,) = (torch.autograd.grad(out, x, dy) for out in (y, reference))
-        torch.testing.assert_close(dx, expected)
 
 
 @needs_gpu

@@ -427,12 +427,3 @@ def test_refused(act: Callable[[], object], kind: type[Exception], message: str)
     with pytest.raises(kind, match=rf"^own_\w+: {message}") as refused:
         act()
     assert "\n" not in str(refused.value)
-
-
-def test_finite_differences() -> None:
-    """PyTorch's own check of gradients, of every formula, away from breakpoints."""
-    for name, case in CASES.items():
-        x = torch.randn(3, 4, C, dtype=torch.float64)
-        x = torch.where((x.abs() < 0.05) | ((x - 0.7).abs() < 0.2), 2.0, x).requires_grad_()
-        numbers = numbers_of(case, C, torch.float64)
-        assert torch.autograd.gradcheck(lambda x, *rest, name=name: call(name, x, rest), [x, *numbers]), name

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -270,23 +269,6 @@ def test_vmap_under_autocast(one: Generated) -> None:
     assert same(y, one.baseline(x).to(torch.bfloat16 if one.saves_output else torch.float32))
     assert derivative.dtype == torch.float32
     one.check_gradient(x, y, torch.ones_like(y), derivative)
-
-
-@every_kind
-def test_per_sample_gradients(one: Generated) -> None:
-    first, second = nn.Linear(4, 30), nn.Linear(30, 1)
-    parameters = dict(nn.Sequential(first, second).named_parameters())
-    x = torch.randn(6, 4)
-
-    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
-        inner = one.function(F.linear(sample, parameters["0.weight"], parameters["0.bias"]))
-        return F.linear(inner, parameters["1.weight"], parameters["1.bias"]).sum()
-
-    each_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-    for i in range(6):
-        alone = torch.func.grad(loss)(parameters, x[i])
-        for name in parameters:
-            torch.testing.assert_close(each_sample[name][i], alone[name])
 
 
 # -------------------------------------------------------------------------------------------- second derivatives

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import MLP, MODELS, Gate, Own, Read, RMSNorm
-from tests.support.calls import CALLS, WIDE, Feed
+from tests.support.calls import CALLS, WIDE
 from tests.support.lifetimes import HELD, lifetimes
 from tests.support.saving import HALF, PRECISIONS, SETTINGS, X, agree, cast, pair, peaks, saves, train
 
@@ -83,16 +82,6 @@ def test_shapes(shape: str) -> None:
         for dtype in (torch.float32, HALF):
             agree(MODELS[name], x=SHAPES[shape], dtype=dtype)
             agree(MODELS[name], lambda model, x: model(x).sum().backward(), SHAPES[shape], dtype)
-
-
-def test_sizes_without_numbers() -> None:
-    """On the meta device, which has no autocast, as much is saved as on a CPU, and gradients have their shapes."""
-    for make in MODELS.values():
-        _, model = pair(make)
-        expected, _ = saves((model, model), X)
-        assert saves((model.to("meta"),) * 2, X.to("meta"))[0] == expected
-        model(X.to("meta")).square().sum().backward()
-        assert all(one.grad is not None and one.grad.shape == one.shape for one in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------ what reads an output
@@ -290,23 +279,6 @@ def test_products(
         agree(partial(Multiplied, product), dtype=dtype, autocast=autocast), X.to(dtype), autocast
     )
     assert after <= before
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_inside(reentrant: bool) -> None:
-    """A checkpoint within a module's own forward."""
-
-    class Inside(Feed):
-        def forward(self, x: Tensor) -> Tensor:
-            a = F.gelu(self.fc1(self.norm(x)))
-
-            def rest(a: Tensor) -> Tensor:
-                y: Tensor = self.fc2(F.dropout(F.gelu(a) * a, 0.3))
-                return F.linear(F.silu(y) * y, self.fc1.weight)
-
-            return F.gelu(a) + checkpoint(rest, a, use_reentrant=reentrant)
-
-    agree(lambda: nn.Sequential(Inside(), nn.Linear(WIDE, 16), Inside()))
 
 
 class Scaled(nn.Module):

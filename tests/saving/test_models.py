@@ -169,36 +169,6 @@ def test_peak(name: str) -> None:
         assert after < before
 
 
-BLOCKS: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 172},
-    "gpt2": {"n_layer": 1, "n_embd": 64, "n_head": 4},
-    "bert": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256},
-    "t5": {"num_layers": 1, "d_model": 64, "d_ff": 160, "d_kv": 16, "num_heads": 4}
-    | {"feed_forward_proj": "gated-gelu"},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_peak_of_a_block(name: str, dtype: torch.dtype) -> None:
-    """One block alone takes less than the baseline's; of T5, one of the encoder and one of the decoder."""
-    transformers = imported("transformers")
-    config = transformers.AutoConfig.for_model(name, vocab_size=61, **BLOCKS[name])
-    config.use_cache = False
-    embeds = torch.randn(4, 128, 64).to(dtype)
-    inputs = {"inputs_embeds": embeds} | ({"decoder_inputs_embeds": embeds} if name == "t5" else {})
-    baseline = transformers.AutoModel.from_config(config).to(dtype).train()
-    model = copy.deepcopy(baseline)
-    fitact.convert(model)
-
-    def run(model: Any) -> None:
-        model(**inputs).last_hidden_state.float().square().sum().backward()
-
-    with gpu_kernels():
-        before, after = (peak_memory(partial(run, one), one)["total"] for one in (baseline, model))
-    assert after < before
-
-
 @some(("llama lora, dropout", "gpt2", "bert", *NEWER), "llama lora, dropout", "mixtral")
 def test_training(name: str) -> None:
     """Five steps of two batches, gradients clipped: losses and weights are the same bits, also a copy's."""

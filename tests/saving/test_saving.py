@@ -22,7 +22,7 @@ import fitact
 from fitact import saving
 from fitact.base import UsageError
 from fitact.runtime.measure.saved import count_saved
-from tests.support.blocks import MODELS, Read, RMSNorm
+from tests.support.blocks import MODELS, Read
 from tests.support.calls import CALLS
 from tests.support.saving import (
     HALF,
@@ -66,25 +66,6 @@ def test_compiled() -> None:
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="saving is for eager code"):
         torch.compile(within, backend="aot_eager", fullgraph=True)(X)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
-def test_compiled_alone() -> None:
-    """Alone, at most the activation is compiled, since PyTorch 2.14; nothing around it is compiled with it."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    baseline, model = pair(MODELS["gate"])
-    for one, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
-        one.inner.zap.compile(backend=backend)
-        with context:
-            train(one, X.clone().requires_grad_())
-    calls = [[node.op for node in graph.graph.nodes].count("call_function") for graph in graphs]
-    assert calls in ([], [1, 1])
 
 
 def test_nothing_is_held_when_the_graph_is_gone() -> None:
@@ -162,36 +143,6 @@ def test_outputs_can_be_copied() -> None:
     assert all(
         torch.equal(one, baseline(X)) for one in (copy.deepcopy(y), pickle.loads(pickle.dumps(y)), y.clone())
     )
-
-
-def test_two_models_and_an_exception() -> None:
-    """Two models take turns; a third pass fails halfway through the forward or the backward pass."""
-    pairs = [pair(MODELS[name]) for name in ("dropout", "adapters")]
-
-    def turns(models: Any, x: Tensor) -> Any:
-        outputs = [one(x) for one in models]
-        for y in outputs:
-            loss_of(y).backward(retain_graph=True)
-
-        def fail(*_: Any) -> None:
-            raise KeyError
-
-        for model in models:
-            layer = next(one for one in model.modules() if isinstance(one, nn.LayerNorm | RMSNorm))
-            hook = layer.register_forward_hook(fail)
-            with pytest.raises(KeyError):
-                model(x)
-            hook.remove()
-            hook = layer.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
-            y = model(x)
-            hook.remove()
-            with pytest.raises(KeyError):
-                loss_of(y).backward()
-        loss_of(outputs[0] + outputs[1]).backward()
-        return [one(x).detach() for one in models]
-
-    sides: list[Any] = [nn.ModuleList(side) for side in zip(*pairs, strict=True)]
-    assert not differences(*(observed(side, turns, X) for side in sides))
 
 
 def test_exported() -> None:

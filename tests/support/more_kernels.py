@@ -12,7 +12,6 @@ from tests.support.instructions import OfModule, compiled
 
 # How the channels lie: one alone, beside each other, in images.
 PLACES = {"one": (False, False), "last": (True, False), "image": (True, True)}
-PLAIN = 1024  # elements of a program of a plain kernel
 
 
 @dataclass(frozen=True)
@@ -85,29 +84,3 @@ class NormKernel:
         multiples = names[len(tensors) : len(tensors) + 1 + (self.columns % 16 == 0)]
         signature = dict(zip(names, kinds, strict=False))
         return compiled(kernel, signature, dtype, target, self.plan.threads, constants, multiples)
-
-
-@dataclass(frozen=True)
-class PlainKernel:
-    """A kernel of one block of elements a program, without tiles.
-
-    Attributes:
-        module: what it computes.
-        pass_: forward or backward.
-        function: what Triton compiles.
-
-    """
-
-    module: str
-    pass_: str
-    function: Any
-
-    def elements(self, dtype: str) -> int:
-        """Return the elements that a thread has."""
-        return 8 if dtype != "fp32" else 4  # vectors of 16 bytes
-
-    def compile(self, dtype: str, target: str) -> Any:
-        """Compile ahead of time, for a multiple of 16 elements."""
-        return compiled(
-            self.function, {"n": "i32"}, dtype, target, PLAIN // self.elements(dtype), multiples=("n",)
-        )
