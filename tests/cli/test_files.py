@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -86,52 +85,12 @@ def test_only_regular_files_are_replaced(kind: str, odd: dict[str, Path]) -> Non
     assert names(odd[kind].parent) == ["folder.json", "pipe.json", "socket.json"]
 
 
-@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
-@pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_devices_stay(path: str, kind: str, tmp_path: Path) -> None:
-    """Even for one who may write anywhere; and where standard output is a file, that file does."""
-    code = """
-import os, sys
-from pathlib import Path
-from fitact.base import write
-path = Path(sys.argv[1])
-before = path.stat(), path.lstat().st_ino
-try:
-    write(path, "text")
-except Exception as error:
-    print(error, path.stat().st_ino == before[0].st_ino, os.fstat(1).st_nlink, file=sys.stderr)
-"""
-    with (tmp_path / "out").open("w") as file:
-        out = file if kind == "file" else subprocess.PIPE
-        command = [sys.executable, "-c", code, path]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
-    reasons = "(written: is a (device|pipe)|changed: is a link out of the folder)"
-    assert re.fullmatch(rf"{path}: cannot be {reasons} True 1\n", done.stderr)
-    assert names(tmp_path) == ["out"]
-
-
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     (tmp_path / "b").symlink_to("a")
     write(tmp_path / "b", "new")
     assert (tmp_path / "b").is_symlink()
     assert (tmp_path / "a").read_text() == "new"
-
-
-def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
-    path = tmp_path / ("a" * 255)
-    write(path, "text")
-    assert path.read_text() == "text"
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_the_user_s_mask_holds(mask: int, tmp_path: Path) -> None:
-    before = os.umask(mask)
-    try:
-        write(tmp_path / "a", "text")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_replaced_file_leaves_its_permissions(tmp_path: Path) -> None:
@@ -189,14 +148,6 @@ def test_a_folder_is_made_replaced_and_removed(tmp_path: Path) -> None:
     (place / "__pycache__").mkdir()
     remove_all(place, ["a.py"])
     assert names(tmp_path / "far") == []
-
-
-def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("folder")
-    write_all(tmp_path / "link", NEW)
-    assert inside(tmp_path / "folder") == NEW
-    assert (tmp_path / "link").is_symlink()
 
 
 def test_many_processes_write_one_folder(tmp_path: Path) -> None:
@@ -266,13 +217,6 @@ def test_names_of_files_are_printed_as_plain_text(name: str, fitted: Command) ->
     line = "fit --fn tanh --method output -o"
     assert fitted(line, f"{name}.json")[1].endswith(f"wrote {shown}.json\n")
     assert fitted("plot", f"no {name}.json")[2].startswith(f"fitact: no {shown}.json: cannot be read: ")
-
-
-def test_names_that_are_no_utf8_on_a_terminal_s_own_terms(fitted: Command) -> None:
-    """Standard output refuses what it cannot encode."""
-    arguments = [sys.executable, "-m", "fitact", "plot", "-o", f"{UNREADABLE}.svg"]
-    done = subprocess.run(arguments, capture_output=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"wrote a\\udcffb.svg\n", b"")
 
 
 @pytest.mark.parametrize(

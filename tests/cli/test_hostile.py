@@ -163,44 +163,26 @@ HOSTILE = {
     # towers and nests
     "tower": "**".join(["9"] * 50),
     "tower of x": "**".join(["x"] * DEEP),
-    "tower of e": "e**" * DEEP + "x",
-    "tower of negatives": "x" + "**-9" * 50,
     "powers of powers": "(" * 25 + "x" + " + 1)**1000" * 25,
-    "powers of fractions": "(" * 25 + "x" + " + 1)**.37" * 25,
-    "powers of x": "(" * 25 + "x" + ")**x" * 25,
     "squares": "(" * DEEP + "x" + ")**2" * DEEP,
     "hidden zero power": "(x - x)**-1 + x",
     "hidden zero to the x": "(1 - 1)**x",
     "10 000 brackets": "(" * 10_000 + "x" + ")" * 10_000,
-    "10 000 open brackets": "(" * 10_000,
-    "10 000 closed brackets": ")" * 10_000,
-    "10 000 minuses": "-" * 10_000 + "x",
     "allowed length of minuses": "-" * (MAX_LENGTH - 1) + "x",
-    "allowed length of nots": "~" * (MAX_LENGTH - 1) + "x",
     "allowed length of brackets": "(" * (MAX_LENGTH // 2) + ")" * (MAX_LENGTH // 2),
-    "allowed length of indices": "x" + "[x]" * (MAX_LENGTH // 3),
     "allowed length of calls": "x" + "()" * (MAX_LENGTH // 2 - 1),
-    "allowed length of dots": "x" + ".x" * (MAX_LENGTH // 2 - 1),
     "allowed length of comparisons": "x" + "<x" * (MAX_LENGTH // 2 - 1),
-    "allowed length of lambdas": "lambda:" * (MAX_LENGTH // 7 - 1) + "x",
-    "allowed length of alternatives": "x if x else " * (MAX_LENGTH // 12 - 1) + "x",
     **{f"nested {name}": f"{name}(" * DEEP + "x" + ")" * DEEP for name in UNARY},
     **{f"nested inverse {name}": f"1/{name}(" * (DEEP // 2) + "x" + ")" * (DEEP // 2) for name in UNARY},
     **{f"nested {name} and x": f"x*{name}(" * (DEEP // 2) + "x" + ")" * (DEEP // 2) for name in UNARY},
     "nested min": "min(x, " * DEEP + "x*x" + ")" * DEEP,
-    "nested max and min": "max(x, min(tanh(x), " * 4 + "x*x" + "))" * 4,
     "nested where": "where(x > 0, x, " * DEEP + "x*x" + ")" * DEEP,
     "nested conditions": "where(" * 20 + "x" + " > x, x, -x)" * 20,
     "nested quotients": "x/(1 + " * 28 + "x" + ")" * 28,
     # wide
     "sum of 500": balanced(["x", "1"] * 250, "+"),
     "sum of powers": balanced([f"x**{i}" for i in range(200)], "+"),
-    "sum of functions": balanced([f"tanh({i}*x)" for i in range(2, 120)], "+"),
-    "sum of quotients": balanced([f"1/(x+{i})" for i in range(2, 150)], "+"),
     "sum of roots": balanced([f"sqrt({10**20 + i})" for i in range(70)], "+") + "*x",
-    "product of roots": balanced([f"sqrt({10**20 + i})" for i in range(30)], "*") + "*x",
-    "product of fractions": balanced([f"({10**9 + i}/{10**9 - i})" for i in range(1, 70)], "*") + "*x",
-    "sum of fractions": balanced([f"1/{10**12 + i}" for i in range(90)], "+") + "*x",
     "powers of numbers": balanced(["1.1**70*0.9**70"] * 90, "*") + "*x",
     "product of wheres": balanced([f"where(x>{i},x,1)" for i in range(90)], "*"),
     "where that doubles": "where(x > 1, A, -A)".replace("A", "where(x > 2, A, 2*A)").replace(
@@ -209,25 +191,17 @@ HOSTILE = {
     "squares that double": "(" * 9 + "x + 1" + ")" * 9 + "".join(f"*(x + {i})" for i in range(50)),
     # numbers
     "1e999": "1e999",
-    "-1e999": "x - 1e999",
     "smallest": "x*5e-324",
     "below the smallest": "x*1e-400",
     "hexadecimal": "0xff*x",
     "long hexadecimal": "0x" + "f" * (MAX_LENGTH - 2),
-    "octal": "0o777*x",
-    "old octal": "0777*x",
-    "binary": "0b" + "1" * 900 + "*x",
-    "underscores": "1_000.000_1e1_0*x",
     "imaginary": "1j*x",
     "hidden imaginary": "sqrt(-1)*x",
     "hidden imaginary of x": "sqrt(-1 - x**2)",
     "hidden imaginary erf": "erf(sqrt(-x**2))",
     "long integer": "9" * MAX_LENGTH,
-    "long fraction": "0." + "9" * (MAX_LENGTH - 4) + "*x",
     "long exponent": "1e" + "9" * (MAX_LENGTH - 2),
-    "long negative exponent": "1e-" + "9" * (MAX_LENGTH - 5) + "*x",
     "huge power": "x**" + "9" * 300,
-    "tiny power": "x**1e-300",
     "power one past": "x**1001",
     "root of a long number": "(" + "9" * 299 + ")**(1/7)*x",
     "large power of a sum": "(x + 1e290)**1000",
@@ -236,10 +210,8 @@ HOSTILE = {
     # identifiers
     "long name": "x" * MAX_LENGTH,
     "too long a name": "x" * 100_000,
-    "long call": "y" * (MAX_LENGTH - 3) + "(x)",
     "dunder": "__debug__*x",
     "keyword": "None",
-    "soft keyword": "match",
     # megabytes
     **{
         f"megabyte of {part!a}": part * (1_000_000 // len(part)) for part in ["x", "(", "-", " ", "\0", "x+", "\n"]
@@ -364,27 +336,15 @@ def test_programs_are_refused_and_not_run(text):
         assert check_text(formula) is None
 
 
-def no_end(_: str) -> None:
-    while True:
-        pass
-
-
 @pytest.mark.parametrize(
     ("act", "seen"),
     [
-        (lambda _: builtins.eval("1"), "exec"),
-        (lambda _: open(os.devnull, "w").close(), "open"),
         (lambda _: os.system("true"), r"os\.system"),
-        (lambda _: os.chmod(".", 0o700), r"os\.chmod"),
-        (lambda _: [sys.modules.pop("colorsys", None), __import__("colorsys")], "colorsys"),
-        (lambda _: builtins.canary(), r"canary\(\)"),
         (lambda _: builtins.canary.__class__, r"canary\.__class__"),
         (lambda _: np.float64(1) / np.float64(0), "divide by zero"),
-        (no_end, "no answer within"),
     ],
 )
-def test_the_watch_sees(act, seen, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2.0)
+def test_the_watch_sees(act, seen):
     with pytest.raises((Exception, pytest.fail.Exception), match=seen):
         reads(act, "")
 
@@ -400,20 +360,6 @@ def replaced(**fields: object) -> str:
     return written({**RECORD, **fields})
 
 
-HOSTILE_JSON = {
-    "megabyte of spaces": " " * 1_000_000,
-    "megabyte of brackets": "[" * 1_000_000,
-    "megabyte of objects": '{"a":' * 200_000,
-    "megabyte of nested lists": "[" * 500_000 + "]" * 500_000,
-    "megabyte of digits": "9" * 1_000_000,
-    "megabyte of zeros": "0." + "0" * 1_000_000 + "1",
-    "megabyte of text": json.dumps("x" * 1_000_000),
-    "megabyte of escapes": '"' + "\\ud800" * 200_000 + '"',
-    "megabyte of backslashes": '"' + "\\" * 1_000_000,
-    "megabyte of fields": json.dumps({f"field{i}": i for i in range(60_000)}),
-    "megabyte of the same field": "{" + '"schema": 1, ' * 80_000 + '"schema": 1}',
-    "megabyte of fits": FITS[0] * (1_000_000 // len(FITS[0])),
-}
 # What each field of a record is replaced by; made when it is tested, as much of it is large.
 VALUES: dict[str, Callable[[], object]] = {
     "megabyte of numbers": lambda: [0.5] * 200_000,
@@ -426,33 +372,7 @@ VALUES: dict[str, Callable[[], object]] = {
 }
 
 
-@identifiers(HOSTILE_JSON)
-def test_hostile_json(text):
-    check_json(text)
-
-
 @pytest.mark.parametrize("name", RECORD)
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_hostile_field(value, name):
     check_json(replaced(**{name: value()}))
-
-
-@pytest.mark.parametrize("brackets", [("[", "", "]"), ('{"a":', "1", "}"), ('[{"a":', "1", "}]")], ids="".join)
-@pytest.mark.parametrize("name", [*RECORD, "else"])
-def test_json_nested_about_as_deeply_as_it_is_read(name, brackets):
-    """Whatever can still be read must still be refused properly, with hardly any stack left."""
-    start, inside, end = brackets
-
-    def is_read(depth: int) -> bool:
-        try:
-            json.loads(start * depth + inside + end * depth)
-        except RecursionError:
-            return False
-        return True
-
-    low, high = 1, 200_000
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_read(middle) else (low, middle)
-    for depth in range(max(low - 60, 1), low + 10):
-        check_json(replaced(**{name: RAW + start * depth + inside + end * depth}))

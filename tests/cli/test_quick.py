@@ -25,9 +25,7 @@ MISTAKES = """
 fit --nonsense -> No such option '--nonsense'
 fit --fn gelluu --bits 3 -> unknown activation 'gelluu'
 fit --fn gelu --bits 3 --method fewbits -> 'fewbits' is not one of
-fit --fn gelu --bits 9 -> 9 is not in the range
 fit --fn gelu -> --bits is required
-fit --fn gelu --bits 3 --tol 1 -> --method fewbit has no --tol
 fit --fn swiglu --bits 3 -> takes no gates
 fit --fn 'x*sigmoid(2*x)' --bits 3 -> --name is required for an expression
 fit --fn 'x*sigmoid(2*x' --bits 3 --name own -> not a formula
@@ -37,7 +35,6 @@ fit --fn 'x*sigmoid(c*x)' --learn b=1 --method recompute --name own -> unknown n
 fit --fn gelu --bits 3 --weight nromal --name own -> weight 'nromal', column 1: unknown name
 fit --fn tanh --method output --derivative '1 - x**2' --name own -> unknown name 'x'; known are y
 fit --fn gelu --bits 3 --domain 2 1 --name own -> expected two numbers A < B
-fit --fn gelu --bits 3 --name 3bits -> expected a Python identifier
 fit --fn gelu --bits 3 --weight none.json --name own -> none.json: cannot be read
 fit --fn gelu --bits 3 --weight fit.json --name own -> this is not a file of fitact calibrate
 fit --fn leaky_relu --param slope=0.2 --bits 1 --name own -> unknown parameter 'slope'
@@ -46,7 +43,6 @@ codegen none.json -> none.json: cannot be read
 codegen my_models.py -> my_models.py: not JSON
 codegen fit.json --standalone --hub -> expected only one
 plot -o a.txt -> ends in .png, .svg or .pdf
-plot none.json -> none.json: cannot be read
 show gelluu -> unknown activation 'gelluu'
 show 'x*sigmod(x)' -> unknown name 'sigmod'
 show gelu silu -> takes one activation
@@ -61,21 +57,15 @@ memory --hf llama --set num_hidden_layers -> expected NAME=VALUE
 memory --hf llama --set 'hidden_size=[[[[' -> expected a word or a literal
 memory --hf llama --lora q_porj,v_proj -> 'q_porj': llama has no linear layer of that name; near it are q_proj
 plan --hf gpt2 --gib 24 --lora c_attn,q_proj -> --lora 'q_proj': gpt2 has no linear layer
-memory --hf llama --bits 9 -> 9 is not in the range
-plan --hf llama --gib 24 --plot a.txt -> ends in .png, .svg or .pdf
-memory --hf llama --plot a.txt -> ends in .png, .svg or .pdf
 memory --timm resnet999 -> no model 'resnet999'; near it are resnet50
 memory --timm resnet18.a9_in1k -> no weights 'a9_in1k'; near it are a3_in1k
 memory my_models:tiny --set a=1 -> --set is for --hf
 memory my_models:tinny -> it has no callable 'tinny'; near it are tiny
 memory tiny -> expected MODULE:CALLABLE
 memory no_models:tiny -> No module named 'no_models'
-plan --gib 8 -> plan takes one model
-plan --hf lama --gib 24 -> no model type 'lama'
 plan --hf llama --gib x -> --gib
 plan --hf llama --gib 24 --error exactly -> 'exactly' is not one of
 plan --hf llama --device a10 -> 'a10' is not one of
-calibrate no_models:tiny -> No module named 'no_models'
 calibrate my_models:tiny -o weights.txt -> ends in .json
 """
 CASES = [line.split(" -> ") for line in MISTAKES.strip().splitlines()]

@@ -69,7 +69,6 @@ GATE = GATE.replace('"silu(g)*u"', '"sigmoid(g)*u"').replace('"name": "swiglu"',
 
 # A command line, and a part of its one line of error; status 2.
 REFUSED = """
-nonsense -> nonsense
 --nonsense -> --nonsense
 fit -> --fn
 fit --fn tanh -> --bits
@@ -85,44 +84,25 @@ fit --fn 'exp(exp(x))' --bits 3 --name a -> at x =
 fit --fn x/x**2 --bits 3 --name a -> at x = 0
 
 fit --fn tanh --bits 0 -> bits: expected 1, 2, 3 or 4
-fit --fn tanh --bits -1 -> is not in the range 0<=x<=4
 fit --fn tanh --bits 1 --bits 9 -> is not in the range 0<=x<=4
-fit --fn tanh --bits 1000000000000000000000000000000 -> is not in the range 0<=x<=4
-fit --fn tanh --bits 1.5 -> --bits
-fit --fn tanh --bits '' -> --bits
-fit --fn tanh --bits nan -> --bits
 
 fit --fn tanh --bits 1 --seed x -> --seed
 fit --fn tanh --bits 1 --name a --seed -1 -> --seed
-fit --fn tanh --bits 1 --name a --seed 4294967296 -> --seed
 fit --fn tanh --method inverted --name a --tol nan -> expected a finite number
-fit --fn tanh --method inverted --name a --tol 1e999 -> expected a finite number
 
 fit --fn tanh --bits 1 --name a --domain 1 1 -> domain
 fit --fn tanh --bits 1 --name a --domain nan 1 -> expected a finite number
-fit --fn tanh --bits 1 --name a --domain 0 1e400 -> expected a finite number
 fit --fn tanh --bits 1 --name a --domain 1 -> --domain
-fit --fn tanh --bits 1 --name a --domain a b -> --domain
-fit --fn tanh --bits 1 --name a --domain 1 1.0000000000000002 -> domain
-fit --fn tanh --bits 1 --name a --domain -1e300 1e300 -> domain
-fit --fn tanh --bits 1 --name a --domain -1e-320 1e-320 -> domain
 
-fit --fn tanh --bits 1 --name a --weight gauss -> weight
-fit --fn tanh --bits 1 --name a --weight '' -> weight
 fit --fn tanh --bits 1 --name a --weight x -> weight 'x' is -10 at x = -10: expected 0 to 1e+30
 fit --fn tanh --bits 1 --name a --weight 'normal(0, -1)' -> deviation above 0
-fit --fn tanh --bits 1 --name a --weight 'normal(0, 1e308)' -> weight
 fit --fn tanh --bits 1 --name a --weight 'x - x' -> zero all over
-fit --fn tanh --bits 1 --name a --weight log(x) -> weight
 fit --fn gelu --bits 1 --name a --weight weights.json -> it has 2 sites, choose one: '1', '2'
-fit --fn gelu --bits 1 --name a --weight weights.json# -> weights.json: it has no site ''
 fit --fn gelu --bits 1 --name a --weight weights.json#3 -> weights.json: it has no site '3': there are '1'
-fit --fn gelu --bits 1 --name a --weight weights.json#1# -> it has no site '1#'
 fit --fn gelu --bits 1 --name a --weight none.json#1 -> none.json: cannot be read: no such file
 fit --fn gelu --bits 1 --name a --weight none#1 -> weight 'none#1'
 fit --fn gelu --bits 1 --name a --weight good.json -> good.json: schema: expected fitact.weights/1, got
 fit --fn gelu --bits 1 --name a --weight escape.json -> sites[0].path: expected 1 to 500 printable characters
-fit --fn gelu --bits 1 --name a --weight .json -> .json: cannot be read
 
 fit --fn tanh --fn x*tanh(x) --bits 1 -> --name is required for an expression
 fit --fn tanh --bits 1 --weight normal -> --name is required for --weight
@@ -131,19 +111,12 @@ fit --fn leaky_relu --param negative_slope=0.2 --bits 1 -> --name is required fo
 fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
 fit --fn tanh --bits 1 --bits 2 -o a.json -> for a single fit
 fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
-fit --fn tanh --bits 1 --name '' -> --name: expected a Python identifier
-fit --fn tanh --bits 1 --name class -> --name: expected a Python identifier
-fit --fn tanh --bits 1 --name _a -> --name: expected a Python identifier
-fit --fn tanh --bits 1 --name é -> --name: expected a Python identifier
 fit --fn leaky_relu --param negative_slope=x --bits 1 --name a -> expected NAME=NUMBER
 fit --fn tanh --name a --bits 1 --param slope=nan -> parameter
-fit --fn tanh --name a --bits 1 --param slope=1e400 -> parameter
 fit --fn tanh --name a --bits 1 --param a=1 --param a=2 -> --param a: given twice
 
 fit --fn tanh --bits 1 -o folder -> folder
 fit --fn tanh --bits 1 -o '' -> expected the name of a file
-fit --fn tanh --bits 1 -o - -> expected the name of a file
-fit --fn tanh --bits 1 -o folder/ -> expected the name of a file
 fit --fn tanh --bits 2 -o good.json -> good.json: another fit
 fit --fn tanh --bits 2 -o file.json -> --force
 fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
@@ -172,59 +145,37 @@ fit --fn tanh --method output --derivative 'y*(1 - y)' --name a -> not that func
 
 fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned parameters is recompute
 LEARN x*tanh(x) --learn '=1' -> a name is a Python identifier of at most 40 characters of ASCII
-LEARN x*tanh(x) --learn é=1 -> a name is a Python identifier of at most 40 characters of ASCII
-LEARN x*tanh(x) --learn 'a b=1' -> a name is a Python identifier of at most 40 characters of ASCII
 LEARN x*tanh(x) --learn where=1 -> where is a function of formulas; choose another name
-LEARN x*tanh(x) --learn gelu=1 -> gelu is a function of formulas; choose another name
 LEARN x*tanh(x) --learn pi=1 -> pi is a constant of formulas; choose another name
 LEARN x*tanh(x) --learn x=1 -> x is an argument of formulas; choose another name
 LEARN x*tanh(x) --learn lambda=1 -> the name is Python's own; choose another name
-LEARN x*tanh(x) --learn match=1 -> the name is Python's own; choose another name
-LEARN x*tanh(x) --learn print=1 -> the name is Python's own; choose another name
 LEARN x*tanh(x) --learn forward=1 -> generated modules use that name themselves
-LEARN x*tanh(x) --learn u0=1 -> generated modules use that name themselves
 LEARN x*tanh(x) --learn _tl=1 -> names that begin with an underscore belong to generated modules
 LEARN x*tanh(x) --learn zz=1 -> the learned parameter zz is used nowhere
 LEARN a*x --learn a -> expected NAME=START or NAME:channel=START
-LEARN a*x --learn a= -> expected NAME=START or NAME:channel=START
-LEARN a*x --learn a=one -> expected NAME=START or NAME:channel=START
-LEARN a*x --learn a:channel -> expected NAME=START or NAME:channel=START
 LEARN a*x --learn a:rows=1 -> expected NAME=START or NAME:channel=START
-LEARN a*x --learn '' -> expected NAME=START or NAME:channel=START
 LEARN a*x --learn a=inf -> expected a start that float32 holds, got inf
-LEARN a*x --learn a=nan -> expected a start that float32 holds, got nan
 LEARN a*x --learn a=1 --learn a=2 -> --learn a: given twice
 LEARN log(a)*x --learn a=0 -> with its start a=0 the formula is inf at x = -10
-LEARN x/a --learn a=0 -> with its start a=0 the formula is nan at x = -10
 LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = -10
-LEARN x*exp(a*x**2) --learn a=1000 -> with its start a=1000 the formula is -inf at x = -10
 LEARN a --learn a=1 -> does not depend on x
 LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
 LEARN dyt --learn delta=1 -> dyt has no learned parameter 'delta'
 
 codegen --out nowhere none.json -> none.json: cannot be read: no such file
 codegen folder -> folder: cannot be read: is a directory
-plot folder -> folder: cannot be read: is a directory
 codegen file -> file: not JSON
-plot file -> file: not JSON
 codegen future.json -> future.json: schema: expected
-plot future.json -> future.json: schema: expected
 codegen good.json broken.json -> broken.json: bits: expected
-plot good.json broken.json -> broken.json: bits: expected
 codegen hostile.json -> hostile.json: activation
-plot hostile.json -> hostile.json: activation
 codegen good.json --out '' -> --out': expected the name of a folder
-codegen good.json --out - -> --out': expected the name of a folder
 codegen good.json twin.json -> two fits are called 'good'
 codegen gate.json --hub -> 'swiglu_recompute' is a gate that no MLP of transformers has
 plot good.json -o png -> ends in .png, .svg or .pdf
 plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder
 
-memory my_models:tiny --budget nan -> --budget
-memory my_models:tiny --budget -1 -> --budget
 memory my_models:tiny --budget 1.5 -> --budget
 memory my_models:tiny --no-compiler -o a.png --plot a.png -> expected two files
-memory my_models:tiny --no-compiler -o a/ -> expected the name of a file
 memory my_models:tiny --no-compiler --plot '' -> expected the name of a file
 memory my_models:tiny -o a.png -> a.png: -o writes JSON, draw with --plot
 memory my_models:tiny --json a.json -> --json is now -o
@@ -243,30 +194,22 @@ memory my_models:tiny --freeze '*' -> every parameter is frozen
 memory my_models:tiny --lora x_proj -> 'x_proj': no linear layer has that name; there are 0
 memory --hf bert --set hidden_size=100 -> bert: cannot be built: ValueError: The hidden size (100)
 memory --hf bert --seq 513 -> bert: seq 513 does not fit, the model has positions for 512
-memory --hf roberta --seq 511 -> roberta: seq 511 does not fit, the model has positions for 510
 memory --hf wav2vec2 -> fitact does not know its inputs, input_values
 memory leaves:tiny -> leaves: cannot be imported: SystemExit: 4
 
 calibrate -> CALL
 calibrate nope:nope -> nope: cannot be imported
-calibrate my_models:leaves -> it failed: SystemExit: 3
 calibrate my_models:nothing -> expected a model and its inputs, or a model and several batches
 calibrate my_models:text -> expected a model and its inputs, or a model and several batches
 calibrate my_models:broken -> batch 2: it cannot be made: ZeroDivisionError
 calibrate my_models:odd -> batch 0: the model cannot be run with it: RuntimeError:
-calibrate my_models:tiny -o '' -> expected the name of a file
 calibrate my_models:tiny --most 0 -> --most
-calibrate my_models:tiny --batch 0 -> --batch
 """
 # The same of jobs that fail; status 1.
 FAILED = f"""
 fit --fn tanh --bits 1 -o file/a.json -> file/a.json: cannot be written:
-fit --fn tanh --bits 1 -o file/deeper/a.json -> cannot be written
 fit --fn tanh --bits 1 -o {"a" * 300}.json -> file name too long
-fit --fn tanh --bits 1 -o {"a" * 251}.json -> file name too long
 codegen good.json --out file -> cannot be
-codegen good.json --out file/below -> cannot be written
-plot good.json -o file/a.png -> cannot be written
 """
 # Every option that a method does not have.
 OPTIONS = {"bits": "2", "domain": "-5 5", "weight": "normal", "seed": "3", "objective": "primitive"}

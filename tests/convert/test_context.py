@@ -19,7 +19,6 @@ from fitact.runtime.choose.records import Gradient, ModuleRecord
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.modules import Attached
-from tests.support.models import batch_of, model_of
 
 WIDTH, HIDDEN = 32, 128
 X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -522,17 +521,10 @@ def vit() -> tuple[nn.Module, Tensor]:
     return imported("timm").models.VisionTransformer(**sizes, norm_layer=DyT), torch.randn(4, 3, 64, 64)
 
 
-def cnn() -> tuple[nn.Module, Tensor]:
-    blocks = [(nn.Conv2d(3 + 13 * i, 16, 3, padding=1), nn.BatchNorm2d(16), nn.PReLU(16)) for i in range(2)]
-    return nn.Sequential(*blocks[0], *blocks[1], nn.Conv2d(16, 8, 3)), torch.randn(4, 3, 32, 32)
-
-
 # Which share is saved at most, and how far gradients are off at most in the class `rounding`.
 REAL: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], float, float]] = {
     "apertus": (apertus, 0.35, 0.06),
     "ViT with DyT": (vit, 0.6, 0.01),
-    "CNN with PReLU": (cnn, 0.4, 0.01),
-    "llama": (lambda: (model_of("llama"), batch_of("llama", size=8)), 0.8, 0.01),
 }
 
 
@@ -544,9 +536,8 @@ def test_real_models(name: str) -> None:
     report = fitact.convert(model, example_inputs=inputs)
     assert report.gradient is not None and report.gradient.error == 0
     with count_saved(model) as saved:
-        model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        model(inputs)
     assert report.saved_after == saved.bytes < share * report.saved_before
     near = fitact.convert(model, error="rounding", example_inputs=inputs, gradients=True)
     assert near.gradient is not None and near.gradient.error is not None
-    assert near.saved_after <= report.saved_after and near.gradient.error < error
-    assert (near.saved_after < report.saved_after) == (name != "CNN with PReLU") == (near.gradient.error > 0)
+    assert near.saved_after < report.saved_after and 0 < near.gradient.error < error

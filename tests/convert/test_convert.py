@@ -135,11 +135,8 @@ class HoldsFunction(nn.Module):
 
 HELD: list[tuple[HoldsFunction, bool]] = [
     (HoldsFunction(F.gelu, approximate="tanh"), True),
-    (HoldsFunction(F.leaky_relu, 0.3), True),
     (HoldsFunction(F.silu, inplace=True), True),
     (HoldsFunction(F.softplus, 2.0, threshold=1.0), True),
-    (HoldsFunction(functools.partial(F.gelu, approximate="tanh"), approximate="none"), True),
-    (HoldsFunction(F.gelu), False),
     (HoldsFunction(F.gelu, input=None), False),
     (HoldsFunction(functools.partial(F.silu, inplace=True)), False),
 ]
@@ -519,10 +516,8 @@ def test_filters(given: dict[str, Any], names: set[str]) -> None:
 X = torch.zeros(2, 16)
 CONTEXT: list[tuple[dict[str, Any], str]] = [
     ({"include": "a.*"}, "include 'a.*': no module has such a path; there are"),
-    ({"exclude": ["0", "b"]}, "exclude 'b': no module has such a path; there are"),
     ({"method": "rebuild"}, "method 'rebuild': it is now error='exact', without a method"),
     ({"method": "auto"}, "method 'auto': it is now error='rounding', without a method"),
-    ({"method": "coded"}, "method 'coded': it is now error='rounding', without a method"),
     ({"error": "few-bit"}, "error: expected 'exact', 'rounding' or 'coarse', got 'few-bit'"),
     ({"bits": 9}, "bits: expected 3, 4, 5, 6 or 8, got 9"),
     (
@@ -537,21 +532,17 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
     *(({"method": None, **given}, message) for given, message in CONTEXT),
     ({"method": "fewbits"}, "no method 'fewbits': expected fewbit, relumix, inverted, output, or none"),
     ({"bits": 5}, "bits 5: expected 1, 2, 3 or 4"),
-    ({"bits": {"gate": 4}}, "bits {'gate': 4}: expected 1, 2, 3 or 4"),
     ({"method": "output", "bits": 2}, "bits 2: expected none for output"),
     ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are 1"),
-    ({"exclude": ["1", "b"]}, "exclude 'b': no activation has such a path; there are 1"),
     ({"dry_run": 1}, "dry_run: expected True or False, got 1"),
     ({"error": "rounding"}, "error 'rounding': expected no method and no replace, which have their own errors"),
     ({"recompute_attention": True}, "recompute_attention: expected no method and no replace"),
     ({"replace": {nn.GELU: nn.Linear}}, "replace: Linear is not an activation that fitact codegen generated"),
-    ({"replace": {nn.GELU: nn.SiLU}}, "replace: SiLU is not an activation that fitact codegen generated"),
     ({"replace": {nn.Linear: GeluFewbit3}}, "Linear holds modules or parameters"),
     ({"replace": {nn.SiLU: GeluFewbit3}}, "replace: the model holds no SiLU"),
     ({"replace": {nn.GELU: GeluFewbit3()}}, "replace: expected classes of modules"),
     ({"example_inputs": 3}, "example_inputs 3: expected a tensor, a tuple or a mapping"),
     ({"example_inputs": torch.zeros(2, 3)}, "the model cannot be run with example_inputs: RuntimeError"),
-    ({"example_inputs": {"y": X}}, "the model cannot be run with example_inputs"),
 ]
 
 

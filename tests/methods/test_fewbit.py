@@ -5,7 +5,6 @@ from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 
-import mpmath
 import numpy as np
 import pytest
 from scipy import optimize, special
@@ -367,15 +366,6 @@ def test_a_step_function_of_x_is_taken_where_it_is_better():
     assert a_fit.error["objective"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_gelu_is_point_symmetric(bits):
-    a_fit = fitted("gelu", bits)
-    borders, levels = np.array(a_fit.borders), np.array(a_fit.levels)
-    np.testing.assert_array_equal(borders, -borders[::-1])
-    assert borders[len(borders) // 2] == 0
-    np.testing.assert_allclose(levels + levels[::-1], 1, atol=2e-7)
-
-
 # --- breakpoints
 
 
@@ -511,19 +501,3 @@ def test_a_narrow_feature_is_not_missed(at: float) -> None:
     error = narrow.derivative(x) - made(x)
     assert made.error["objective"] == pytest.approx(np.mean(error**2) * 1e-3, rel=1e-4)
     assert made.error["max"] == pytest.approx(np.abs(error).max(), rel=1e-3)
-
-
-@pytest.mark.parametrize("reach", [1e4, 1e9])
-def test_a_wide_domain(reach: float) -> None:
-    """∫ (tanh′ − q)² by mpmath over the borders, and over tails on which tanh′ is 0 to 30 digits."""
-    made = fit(Activation.of("tanh"), 2, "a_fit", domain=(-reach, reach))
-    edges = [0.0, *made.borders, reach]
-    with mpmath.workdps(40):
-        total = mpmath.mpf(0)
-        for low, high, level in zip(edges[:-1], edges[1:], made.levels, strict=True):
-            near = min(high, low + 60)
-            total += mpmath.quad(
-                lambda t, level=level: (mpmath.sech(t) ** 2 - level) ** 2, mpmath.linspace(low, near, 30)
-            )
-            total += (high - near) * mpmath.mpf(level) ** 2
-    assert made.error["objective"] == pytest.approx(float(2 * total), rel=1e-8)

@@ -170,18 +170,6 @@ def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> 
     alone(*IMPORTS[order], RUN, folder=exported)
 
 
-def test_torch_is_left_as_it_was() -> None:
-    script = """
-import sys, fitact
-assert "torch" not in sys.modules
-finders = [*sys.meta_path]
-import torch
-assert [finder for finder in finders if finder not in sys.meta_path] == finders[:1]
-assert torch.__spec__.loader.exec_module.__func__ is type(torch.__spec__.loader).exec_module
-"""
-    alone(script)
-
-
 def test_shipped_activations_are_found_by_their_keys() -> None:
     from fitact.generated import relu_output, silu_inverted1
 

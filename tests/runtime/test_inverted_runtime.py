@@ -212,6 +212,10 @@ OWN: list[tuple[str, tuple[float, float] | None, int, Callable, Callable]] = [
         lambda x: x * torch.sigmoid(2 * x) + 0.1 * x**2,
     ),
     ("x*cos(x)", (-6, 6), 7, lambda x: np.cos(x) - x * np.sin(x), lambda x: x * x.cos()),
+    ("exp(-x**2)", None, 2, lambda x: -2 * x * np.exp(-x * x), lambda x: (-x * x).exp()),
+    ("x*exp(-x**2)", (-3, 3), 3, lambda x: (1 - 2 * x * x) * np.exp(-x * x), lambda x: x * (-x * x).exp()),
+    ("log(1 + x**2)", (-1e6, 1e6), 2, lambda x: 2 * x / (1 + x * x), lambda x: (x * x).log1p()),
+    ("x*sqrt(x)", (0, 4), 1, lambda x: 1.5 * np.sqrt(x), lambda x: x * x.sqrt()),
 ]
 EACH_OWN = pytest.mark.parametrize(
     ("text", "domain", "pieces", "derivative", "baseline"),

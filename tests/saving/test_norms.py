@@ -14,32 +14,19 @@ from torch import Tensor, nn
 from fitact import saving
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
-from tests.support.blocks import Own
+from tests.support.blocks import Own, RMSNorm
 from tests.support.saving import HALF, SETTINGS, agree, cast, pair, saves
 
 WIDTH = 16
 
 
-class Composed(nn.Module):
-    """A norm of several operations, as transformers' are."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 2, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        y: Tensor = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x)
-        return y
-
-
 class Block(nn.Module):
     """Two residual sums, after norms of what is added or before them."""
 
-    def __init__(self, norm: Callable[[int], nn.Module], after: bool, turned: bool, dropout: float) -> None:
+    def __init__(self, norm: Callable[[], nn.Module], after: bool, turned: bool, dropout: float) -> None:
         super().__init__()
-        self.before = nn.ModuleList(norm(WIDTH) for _ in range(2))
-        self.after = nn.ModuleList(norm(WIDTH) if after else nn.Identity() for _ in range(2))
+        self.before = nn.ModuleList(norm() for _ in range(2))
+        self.after = nn.ModuleList(norm() if after else nn.Identity() for _ in range(2))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.drop, self.turned = nn.Dropout(dropout), turned
 
@@ -79,12 +66,12 @@ def stack(make: Callable[[], nn.Module], count: int = 2) -> nn.Module:
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "LayerNorm": lambda: Block(nn.LayerNorm, False, False, 0.0),
-    "RMSNorm": lambda: Block(nn.RMSNorm, False, True, 0.0),
-    "composed": lambda: Block(Composed, False, False, 0.0),
-    "composed, dropout": lambda: Block(Composed, False, True, 0.1),
-    "norms of what is added": lambda: Block(Composed, True, False, 0.0),
-    "LayerNorm of what is added": lambda: Block(nn.LayerNorm, True, True, 0.1),
+    "LayerNorm": lambda: Block(partial(nn.LayerNorm, WIDTH), False, False, 0.0),
+    "RMSNorm": lambda: Block(partial(nn.RMSNorm, WIDTH), False, True, 0.0),
+    "composed": lambda: Block(RMSNorm, False, False, 0.0),
+    "composed, dropout": lambda: Block(RMSNorm, False, True, 0.1),
+    "norms of what is added": lambda: Block(RMSNorm, True, False, 0.0),
+    "LayerNorm of what is added": lambda: Block(partial(nn.LayerNorm, WIDTH), True, True, 0.1),
     "last": Last,
 }
 # Bytes an element of x that are saved, by precision. A CPU composes nn.RMSNorm of operations that are
@@ -115,7 +102,7 @@ def test_sums_under_norms(name: str, precision: str) -> None:
 
 def test_a_norm_saves_one_term_of_half_precision() -> None:
     """Of one block under autocast: x, what is added to it, and the statistics of a norm."""
-    model = Block(nn.LayerNorm, False, False, 0.0)
+    model = Block(partial(nn.LayerNorm, WIDTH), False, False, 0.0)
     x = torch.randn(256, WIDTH, requires_grad=True)
     with cast(HALF), count_saved(model) as saved, saving():
         y = model(x)

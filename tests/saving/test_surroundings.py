@@ -227,17 +227,6 @@ def penalty(of: Example, model: nn.Module) -> Any:
     return gradients(model)
 
 
-def quantised(of: Example, model: nn.Module) -> Any:
-    ready = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-    return sum("quantized" in type(one).__module__ for one in ready.modules())
-
-
-def quantisation_aware(of: Example, model: nn.Module) -> Any:
-    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
-    ready = torch.ao.quantization.prepare_qat(model)
-    return sum("qat" in type(one).__module__ for one in ready.modules())
-
-
 PATCHED = (
     nn.LayerNorm,
     nn.RMSNorm,
@@ -420,8 +409,6 @@ CASES: dict[str, Case] = {
     "a step between the passes, autocast": partial(step_between, replace=False, dtype=HALF),
     "one gradient asked for": partly,
     "gradient penalty": penalty,
-    "quantize_dynamic": quantised,
-    "prepare_qat": quantisation_aware,
     "forward patched": patched,
     "side effects": side_effects,
     "parametrised later": parametrised,
