@@ -65,7 +65,7 @@ def counted(name: str) -> dict[str, Any]:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Draw shares by model; a star marks where products of matrices are recomputed."""
-    figure, axes = plt.subplots(figsize=(9.0, 4.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     width = 0.8 / len(WAYS)
     for i, (label, (_, colour)) in enumerate(WAYS.items()):
         for j, row in enumerate(rows):

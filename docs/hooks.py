@@ -1,7 +1,7 @@
 """The pages of the site, put together for MkDocs: `docs/`, the notebooks, and every file that they link to.
 
 On GitHub the pages link to each other, to notebooks, to sources and to results by their places in the repository.
-The site has them elsewhere: a page of `docs/` at its top, a notebook as a page in `notebooks/`, all else in
+The site has them elsewhere: the README and `docs/` at its top, a notebook as a page in `notebooks/`, all else in
 `project/`, with sources as pages. So links are written anew, and a link that leads nowhere ends the build.
 
 MkDocs calls `on_config`; nothing else here needs it. Notebooks are shown as committed, not executed.
@@ -47,7 +47,9 @@ def write(found: dict[str, bytes]) -> None:
 
 
 def place(path: str) -> str:
-    """Return where the site has a file of the repository, by its path there."""
+    """Return where the site has a file of the repository, by its path there; the README is its first page."""
+    if path == "README.md":
+        return "index.md"
     folder, _, rest = path.partition("/")
     if folder == "docs" and not rest.endswith(".py"):
         return rest

@@ -105,15 +105,18 @@ def gaps(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
 def final(comparisons: Sequence[Comparison]) -> Figure:
     """Draw the final differences to exact training with their 95 % intervals, a panel for each task and metric."""
     kinds = list(dict.fromkeys((one.task, one.metric) for one in comparisons))
-    figure = Figure(figsize=(max(6.5, 3.2 * len(kinds) + 1.6), 4.6), layout="constrained")
-    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     methods = [name for name in METHODS if any((o.method, o.family) == (name, "exact") for o in comparisons)]
-    for axes, (task, metric) in zip(panels, kinds, strict=True):
+    rows = math.ceil(len(kinds) / 2)
+    figure = Figure(figsize=(7, rows * (1.2 + 0.17 * len(methods)) + 0.8), layout="constrained")
+    grid = figure.subplots(rows, 2, sharey=True, squeeze=False)
+    for axes in grid.flat[len(kinds) :]:
+        axes.set_axis_off()
+    for axes, (task, metric) in zip(grid.flat, kinds, strict=False):
         axes.axvline(0, color=BLACK, linewidth=1.2)
         for one in comparisons:
             if (one.task, one.metric, one.family) == (task, metric, "exact"):
                 _interval(axes, one, methods.index(one.method))
-        axes.set_title(TASKS[task].title, fontsize=9)
+        axes.set_title(TASKS[task].title, fontsize=8)
         axes.set_xlabel(f"{METRICS[metric]}\n{'worse →' if metric == 'loss' else '← worse'}", fontsize=8)
         axes.grid(axis="x", color="#e5e5e5", linewidth=0.6)
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -121,8 +124,8 @@ def final(comparisons: Sequence[Comparison]) -> Figure:
         axes.tick_params(axis="y", length=0)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[0].set_yticks(range(len(methods)), [METHODS[name].label for name in methods], fontsize=8)
-    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    grid[0, 0].set_yticks(range(len(methods)), [METHODS[name].label for name in methods])
+    grid[0, 0].set_ylim(len(methods) - 0.5, -0.5)
     marks = [
         Line2D([], [], marker="o", linestyle="", color=GREY, label="distinguishable from exact (Holm, 5 %)"),
         Line2D([], [], marker="o", linestyle="", color=GREY, markerfacecolor="white", label="not distinguishable"),

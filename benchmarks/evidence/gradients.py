@@ -133,10 +133,10 @@ def _described(x: Tensor) -> dict[str, Tensor]:
 
 def draw(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
     """Draw the errors by depth, a panel for each part, as PNG; `exact` lies on the baseline's line."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(PARTS), sharey=True)
+    figure = Figure(figsize=(7, 5.4), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True, sharey=True)
     methods = [method for method in COLORS if any(row["method"] == method for row in rows)]
-    for axes, (part, title) in zip(panels, PARTS.items(), strict=True):
+    for axes, (part, title) in zip(grid.flat, PARTS.items(), strict=True):
         for method in methods:
             of = [row for row in rows if row["method"] == method]
             # an error of 0 has no place on a logarithmic axis
@@ -146,13 +146,14 @@ def draw(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None
             )
         axes.set_yscale("log")
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("layer, from the input on", fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(labelsize=8)
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("relative error of the gradient", fontsize=8)
+    for axes in grid[1]:
+        axes.set_xlabel("layer, from the input on", fontsize=9)
+    figure.supylabel("relative error of the gradient", fontsize=9)
     lines = [Line2D([], [], color=COLORS[method], linewidth=1.8, label=labels[method]) for method in methods]
-    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False, fontsize=8)
+    figure.legend(handles=lines, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.suptitle("AntiBERTy: gradients of one batch in float32, against float64", fontsize=10)
     figure.savefig(path, dpi=130)
 

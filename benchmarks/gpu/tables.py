@@ -40,7 +40,7 @@ def summary(found: dict[str, Part]) -> list[str]:
     rows = [row for row in steps["rows"] if row.get("model") == SUMMARY and row["variant"] in SUMMARISED]
     where = f"{steps['device']['name']}, PyTorch {steps['versions']['torch']}, {steps['date'][:10]}"
     title = f"Training steps of two blocks of {SUMMARY} with the loss ([more](docs/gpu.md); {where}):"
-    return [title, *of_steps(rows)]
+    return [title, *of_steps(rows, host=False)]
 
 
 def blocks(name: str, found: dict[str, Part]) -> list[str]:
@@ -94,8 +94,8 @@ def agreement(row: Row) -> str:
     return "equal" if row["equal"] == row["of"] else percent(row["gradient_off"])
 
 
-def of_steps(rows: Sequence[Row]) -> list[str]:
-    """Return a table for each model."""
+def of_steps(rows: Sequence[Row], *, host: bool = True) -> list[str]:
+    """Return a table for each model; `host` is whether it has the host's time and that of a CUDA graph."""
     tables = []
     for model, own in grouped(rows, "model", "ms").items():
         first = own[0]  # the baseline
@@ -103,8 +103,7 @@ def of_steps(rows: Sequence[Row]) -> list[str]:
             (
                 row["variant"],
                 f"{row['ms']:.2f}",
-                number(row, "host_ms", ".2f"),
-                number(row, "graphed_ms", ".2f"),
+                *((number(row, "host_ms", ".2f"), number(row, "graphed_ms", ".2f")) if host else ()),
                 f"{row['ms'] / first['ms']:.2f}",
                 f"{row['saved_mib']:,.1f}",
                 number(row, "peak_mib", ",.1f"),
@@ -115,8 +114,7 @@ def of_steps(rows: Sequence[Row]) -> list[str]:
         header = [
             model,
             "ms",
-            "host, ms",
-            "graph, ms",
+            *(("host, ms", "graph, ms") if host else ()),
             f"of {first['variant']}",
             "saved, MiB",
             "peak, MiB",

@@ -106,7 +106,7 @@ def test_the_first_screen() -> None:
     assert README.count("\n") < 300
     rows = json.loads(counts.RESULTS.read_text("utf-8"))["rows"]
     assert [row["model"] for row in rows] == list(counts.MODELS)
-    above, less = set(), []
+    above, less, gained = set(), [], []
     for row in rows:
         ways = row["ways"]
         assert list(ways) == list(counts.WAYS)
@@ -116,9 +116,13 @@ def test_the_first_screen() -> None:
         assert exact < 1.00015 * compiler and codes < compiler
         above |= {row["model"].partition("-")[0]} if exact > compiler else set()
         less.append(100 * (1 - codes / compiler))
+        gained.append((100 - 100 * exact, 100 - 100 * rounding))
         assert all(way["share"] == way["bytes"] / row["baseline"] for way in ways.values())
         assert all(way["again"] < 0.005 for way in ways.values())  # so the README says of products
     assert above == {"LLaMA"}
+    spans = [f"{min(each):.0f} to {max(each):.0f} %" for each in zip(*gained, strict=True)]
+    said = "{} of these bytes with gradients that are PyTorch's **bit for bit**, and {} with gradients that are"
+    assert said.format(*spans) in flat()
     said = "for every model of the picture, and no more than the compiler saves, except for 0.01 % in LLaMA"
     assert said in flat()
     table = re.findall(r"^\| .* \| ([\d,]+) \| [\d.]+ % \|$", README, re.MULTILINE)

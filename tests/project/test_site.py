@@ -60,7 +60,7 @@ def test_menu() -> None:
     guides = {path.name for path in (ROOT / "docs").glob("*.md")}
     notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert len(listed) == len(set(listed))
-    assert set(listed) == guides | notebooks | {"project/CONTRIBUTING.md", "project/CHANGELOG.md"}
+    assert set(listed) == guides | notebooks | {"index.md", "project/CONTRIBUTING.md", "project/CHANGELOG.md"}
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
