@@ -158,7 +158,11 @@ def some(names: list[str], *modes: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("mode", "names"),
-    [*some(["gelu_inverted1", "softplus_output"], "as it is"), *some(NAMES[:1], "without triton", "interpreted")],
+    [
+        *some(["gelu_inverted1", "softplus_output"], "as it is"),
+        *some(NAMES[:1], "interpreted"),
+        pytest.param("without triton", NAMES, marks=pytest.mark.full),
+    ],
 )
 def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
     if mode == "interpreted":
@@ -176,7 +180,8 @@ sys.modules["fitact"] = None  # cannot be imported
 folder, backend, *names = sys.argv[1:]
 sys.path.insert(0, folder)
 for name in names:
-    function = getattr(importlib.import_module(name), name)
+    module = importlib.import_module(name)
+    function = getattr(module, name)
     weight = torch.randn(5000, 4)
 
     def model(x):
@@ -190,7 +195,22 @@ for name in names:
         torch.testing.assert_close(found, expected)
         a, b = (torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, found))
         torch.testing.assert_close(a, b)
+    exported = torch.export.export(getattr(module, module.__all__[0])(), (torch.linspace(-5, 5, 99),))
+    torch.export.save(exported, f"{folder}/{name}.pt2")
 print("compiled", len(names))
+"""
+LOADED = """
+import importlib, sys
+import torch
+
+sys.modules["fitact"] = None
+folder, module, name, path = sys.argv[1:]
+sys.path.insert(0, folder)
+function = getattr(importlib.import_module(module), name)
+x = torch.linspace(-5, 5, 99).requires_grad_()
+found, expected = torch.export.load(path).module()(x), function(x)
+(a,), (b,) = (torch.autograd.grad(y.sum(), x) for y in (found, expected))
+print(found.equal(expected), a.equal(b))
 """
 
 
@@ -198,34 +218,14 @@ print("compiled", len(names))
     ("backend", "names"),
     [*some(["gelu_inverted1"], "aot_eager"), pytest.param("inductor", NAMES[:2], marks=pytest.mark.full)],
 )
-def test_compiled_without_fitact(backend: str, names: list[str], folder: Path) -> None:
+def test_compiled_and_exported_without_fitact(
+    backend: str, names: list[str], folder: Path, tmp_path: Path
+) -> None:
+    """A program loads with a copy of the folder, whatever the name that this is imported by."""
     assert run_script(COMPILED, backend, *names, folder=folder) == f"compiled {len(names)}\n"
-
-
-EXPORTED = """
-import importlib, sys
-import torch
-
-sys.modules["fitact"] = None
-folder, module, path = sys.argv[1:]
-sys.path.insert(0, folder)
-module = importlib.import_module(module)
-x = torch.linspace(-5, 5, 99).requires_grad_()
-if path == "write":
-    torch.export.save(torch.export.export(module.GeluFewbit3(), (x,)), f"{folder}/program.pt2")
-else:
-    y = torch.export.load(path).module()(x)
-    y.sum().backward()
-    print(y.equal(torch.nn.functional.gelu(x)), len(x.grad.unique()))
-"""
-
-
-def test_an_exported_program_is_loaded_with_a_copy_of_the_folder(folder: Path, tmp_path: Path) -> None:
-    """Which may be imported by another name than the one it was exported with."""
-    run_script(EXPORTED, "gelu_fewbit3", "write", folder=folder)
-    shutil.copytree(folder / "gelu_fewbit3", tmp_path / "project" / "layers" / "gelu")
-    found = run_script(EXPORTED, "project.layers.gelu", str(folder / "program.pt2"), folder=tmp_path)
-    assert found == "True 8\n"
+    shutil.copytree(folder / names[0], tmp_path / "project" / "layers" / "own")
+    program = str(folder / f"{names[0]}.pt2")
+    assert run_script(LOADED, "project.layers.own", names[0], program, folder=tmp_path) == "True True\n"
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:

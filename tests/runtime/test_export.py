@@ -170,12 +170,7 @@ def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> 
     alone(*IMPORTS[order], RUN, folder=exported)
 
 
-def test_shipped_activations_are_found_by_their_keys() -> None:
-    from fitact.generated import relu_output, silu_inverted1
-
-    keys = [module._KEY for module in (relu_output, silu_inverted1)]
-    script = f"assert [registry.find(key).key for key in {keys}] == {keys}"
-    alone("from fitact.runtime.kernels import registry", script)
+def test_a_key_of_another_version() -> None:
     with pytest.raises(
         RuntimeError, match=r"expected the shipped relu_output to have the key 'relu_output-0', but"
     ):

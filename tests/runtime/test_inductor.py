@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch._inductor.graph import GraphLowering
 
+import fitact
 from fitact.runtime.kernels import inductor as compiled
 from fitact.runtime.kernels import registry
 from tests.conftest import ROOT
@@ -97,20 +96,20 @@ def test_the_same_codes_and_gradients(cases: Sequence[str], tmp_path: Path) -> N
             torch.testing.assert_close(own_dx, dx, rtol=2 * ulp, atol=max(4e-5, ulp), equal_nan=True)
 
 
-def stopped(value: str, path: str) -> str:
-    code = "import torch, fitact; fitact.activation('gelu')(torch.randn(9, requires_grad=True))"
-    environment = os.environ | {"FITACT_CPU": value, "PATH": path, "CXX": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode
-    return done.stderr
-
-
-def test_a_value_without_meaning() -> None:
-    assert "FITACT_CPU: expected inductor or nothing, got 'fast'" in stopped("fast", os.environ["PATH"])
-
-
-def test_no_compiler(tmp_path: Path) -> None:
-    assert "FITACT_CPU=inductor needs a C++ compiler" in stopped("inductor", str(tmp_path))
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("fast", "FITACT_CPU: expected inductor or nothing, got 'fast'"), ("inductor", "needs a C\\+\\+ compiler")],
+)
+def test_refused(value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a value without a meaning, and without a compiler."""
+    for name, text in (("FITACT_CPU", value), ("PATH", str(tmp_path)), ("CXX", "")):
+        monkeypatch.setenv(name, text)
+    compiled.asked_for.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=message):
+            fitact.activation("gelu")(torch.randn(9, requires_grad=True))
+    finally:
+        compiled.asked_for.cache_clear()
 
 
 @needs_compiler

@@ -64,19 +64,14 @@ def test_codes_are_the_layout_that_is_documented() -> None:
     assert codes.dtype == torch.uint8 and torch.equal(unpacked(codes, 3), expected)
 
 
-IMPORT = """
-import sys
-import fitact.generated.gelu_fewbit3
-heavy = {"scipy", "sympy", "jinja2", "matplotlib", "fitact.fitter", "fitact.codegen"} & set(sys.modules)
-assert not heavy, heavy
-"""
-
-WITHOUT_TRITON = """
+SCRIPT = """
 import sys
 sys.modules["triton"] = None
 import torch
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.runtime.kernels.triton_compat import HAS_TRITON
+heavy = {"scipy", "sympy", "jinja2", "matplotlib", "fitact.fitter", "fitact.codegen"} & set(sys.modules)
+assert not heavy, heavy
 assert not HAS_TRITON
 x = torch.randn(10, requires_grad=True)
 gelu_fewbit3(x).sum().backward()
@@ -84,9 +79,8 @@ assert x.grad is not None and torch.equal(gelu_fewbit3(x), torch.nn.functional.g
 """
 
 
-@pytest.mark.parametrize("script", [IMPORT, WITHOUT_TRITON], ids=["imports little", "without triton"])
-def test_in_a_process_of_its_own(script: str) -> None:
-    python(script)
+def test_without_triton_and_what_is_not_needed() -> None:
+    python(SCRIPT)
 
 
 def test_keys() -> None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fitact.runtime.saving import offload
 from fitact.runtime.saving.offload import DEPTH, Offload
 from tests.support.blocks import Layer
 from tests.support.links import SimulatedLink
+from tests.support.rows import full
 from tests.support.saving import HALF, differences, gradients, loss_of, stepped
 
 CPU = torch.device("cpu")
@@ -82,10 +84,10 @@ def step(model: nn.Module, context: AbstractContextManager[Any], x: Tensor = WID
     return stepped(model, x, context=context, autocast=dtype)
 
 
-@pytest.mark.parametrize("dtype", [None, HALF])
-@pytest.mark.parametrize("bandwidth", [FAST, SLOW])
-@pytest.mark.parametrize("amount", ["all", True, 0.5, BYTES])
-@pytest.mark.parametrize("error", ["exact", "rounding"])
+GRADIENTS = list(product(("exact", "rounding"), ("all", True, 0.5, BYTES), (FAST, SLOW), (None, HALF)))
+
+
+@pytest.mark.parametrize(("error", "amount", "bandwidth", "dtype"), full(GRADIENTS, GRADIENTS[::5]))
 def test_gradients(links: Any, error: str, amount: Any, bandwidth: float, dtype: Any) -> None:
     link = links(bandwidth)
     model = Model(link)
@@ -199,7 +201,7 @@ def test_fifty_steps(links: Any) -> None:
     link = links(FAST)
     model, made = Model(link, depth=2), the(BYTES)
     logs, first = [], None
-    for _ in range(200):
+    for _ in range(50):
         found = step(model, saving(offload=BYTES))
         first = first or found
         assert not differences(first, found)
