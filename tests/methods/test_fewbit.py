@@ -476,12 +476,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("bits", [0, 9, True, 2.5])
-def test_refuses_bits(bits):
-    message = refused(fit, Activation.of("gelu"), bits, "a_fit")
-    assert f"bits: expected 1, 2, 3 or 4, got {bits}" in message
-
-
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize(("formula", "domain", "weight", "culprit"), REFUSED)
 def test_refuses_in_one_line(formula, domain, weight, culprit):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.convergence import run
 from benchmarks.evidence import antibodies, gradients
@@ -51,40 +51,6 @@ def model() -> nn.Module:
 
 
 # Gradients
-
-
-def test_gradients_are_those_of_finite_differences(model: nn.Module) -> None:
-    """Along a random direction, of each part of each layer."""
-    double = antibodies.with_weights(antibodies.bert(TINY), model.state_dict()).double()
-    batch = antibodies.masked(GENES.training[:2], 0.5, torch.Generator().manual_seed(0))
-    found = gradients.gradients(double, batch)
-    assert {part for _, part in found} == set(gradients.PARTS) and len(found) == 8
-    step = 1e-6
-    for (i, part), gradient in found.items():
-        way = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        layer = gradients.layers_of(double)[i]
-        slope = sum(sign * _moved(double, layer, part, sign * step * way, batch) for sign in (1, -1)) / (2 * step)
-        assert float(gradient @ way) == pytest.approx(slope, rel=1e-5, abs=1e-8)
-
-
-@torch.no_grad()
-def _moved(model: nn.Module, layer: nn.Module, part: str, way: Tensor, batch: antibodies.Batch) -> float:
-    """Return the loss with a part of a layer moved."""
-    if part == "input":
-        hook = layer.register_forward_pre_hook(
-            lambda _layer, given: (given[0] + way.view_as(given[0]), *given[1:])
-        )
-        loss = gradients.loss_of(model, batch).item()
-        hook.remove()
-        return loss
-    weights = [each.weight for each in layer.get_submodule(part).modules() if isinstance(each, nn.Linear)]
-    pieces = way.split([weight.numel() for weight in weights])
-    for weight, piece in zip(weights, pieces, strict=True):
-        weight += piece.view_as(weight)
-    loss = gradients.loss_of(model, batch).item()
-    for weight, piece in zip(weights, pieces, strict=True):
-        weight -= piece.view_as(weight)
-    return loss
 
 
 # Runs

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fitact
@@ -34,7 +32,6 @@ from tests.support.generated import (
     same,
     sizes,
 )
-from tests.support.inverses import made
 from tests.support.kinds import each, each_kind, every, every_kind
 from tests.support.outputs import LINEAR
 
@@ -345,63 +342,6 @@ def test_the_next_layer_saves_the_output_that_is_returned(
     assert len(saved) == 1 + one.saves_output + norm
     result.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-def losses(
-    activation: nn.Module,
-    autocast: bool = False,
-    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
-    rate: float = 0.1,
-) -> list[float]:
-    """Those of a regression by gradient descent."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 64), activation, nn.Linear(64, 1))
-    x = torch.rand(256, 2) * 4 - 2
-    target = (x[:, :1] * x[:, 1:]).sin()
-    optimizer = kind(model.parameters(), lr=rate)
-    found = []
-    for _ in range(100):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = F.mse_loss(model(x).float(), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-class Bent(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.softplus(x) - 0.3 * x
-
-
-def bent() -> nn.Module:
-    own: nn.Module = made("softplus(x) - 0.3*x", None).module.OwnInverted()
-    return own
-
-
-ADAM: dict[str, Any] = {"kind": torch.optim.Adam, "rate": 2e-2}
-
-
-@pytest.mark.parametrize(
-    ("make", "baseline", "given", "off"),
-    [
-        (lambda: fitact.activation("gelu_inverted1"), nn.GELU, {}, 1e-3),
-        (lambda: fitact.activation("gelu_inverted1"), nn.GELU, {"autocast": True}, 0.05),
-        (lambda: fitact.activation("elu_output"), nn.ELU, {}, 1e-4),
-        (bent, Bent, {"rate": 0.01}, 1e-3),
-        (lambda: fitact.activation("gelu", bits=3), nn.GELU, ADAM, None),
-    ],
-    ids=["inverted", "inverted, autocast", "exact", "a user's formula", "three bits"],
-)
-def test_trains_as_pytorch_s(make: Any, baseline: Any, given: dict[str, Any], off: float | None) -> None:
-    """The same losses but for the errors of gradients; three bits learn what the exact activation learns."""
-    ours, theirs = losses(make(), **given), losses(baseline(), **given)
-    if off is None:
-        assert ours[0] == theirs[0] and max(ours[-1], theirs[-1]) < ours[0] / 3
-    else:
-        assert ours[-1] < ours[0] / 1.5
-        np.testing.assert_allclose(ours, theirs, rtol=off)
 
 
 @pytest.mark.parametrize(

@@ -153,23 +153,6 @@ def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: 
     one.check_gradient(x, y, dy, dx)
 
 
-@each_kind
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_change_after_what_is_compiled(one: Generated, backend: str | None, recorded: bool) -> None:
-    x = torch.randn(30, 10, requires_grad=True)
-    y = compiled(one.function, backend)(x)
-    before = y.detach().clone()
-    with torch.set_grad_enabled(recorded):
-        y.mul_(2)
-    if one.saves_output:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-    else:
-        y.sum().backward()
-        one.check_gradient(x, before, torch.full_like(y, 1.0 + recorded), x.grad)
-
-
 # ---------------------------------------------------------------------------------------------- export, the ops
 
 
