@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -66,9 +67,8 @@ def is_alone(tensor: Tensor) -> bool:
 version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return what a tensor is a view of, None if it is no view; PyTorch's notes name `Tensor._base` so."""
-    return tensor._base
+# What a tensor is a view of, None if it is no view; PyTorch's notes name `Tensor._base` so.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 def function_of(node: Any) -> type[torch.autograd.Function]:
@@ -118,11 +118,11 @@ def after_backward(method: Callable[[], None]) -> bool:
 
     Its object is not held until then.
     """
-    held = weakref.WeakMethod(method)
+    held, function = weakref.ref(method.__self__), method.__func__
 
     def call() -> None:
-        if (method := held()) is not None:
-            method()
+        if (of := held()) is not None:
+            function(of)
 
     try:
         torch.autograd.Variable._execution_engine.queue_callback(call)
@@ -150,10 +150,8 @@ def calls_of(node: Any) -> int:
     return number
 
 
-def next_call() -> int:
-    """Return the number that the thread's next node gets."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+# The number that the thread's next node gets.
+next_call: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def running_call() -> int | None:
@@ -162,9 +160,8 @@ def running_call() -> int | None:
     return None if node is None else calls_of(node)
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """Return a context in which modes of `torch.overrides` see no operation; there is no public one."""
-    return torch._C.DisableTorchFunction()
+# A context in which modes of `torch.overrides` see no operation; there is no public one.
+without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def with_torch_function() -> AbstractContextManager[None]:
@@ -182,11 +179,8 @@ def saved_tensor_hooks() -> Any:
     return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
 
 
-def top_hooks() -> Any:
-    """Return the same where hooks may be set; it is asked at each call."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
+# The same where hooks may be set; it is asked at each call.
+top_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 # Whether an autocast is on, for any device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

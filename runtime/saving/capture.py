@@ -38,7 +38,6 @@ from .storage import (
     Mark,
     Small,
     Stored,
-    free_passed,
     is_dense,
     is_leaf,
     is_parameter,
@@ -216,8 +215,12 @@ class Capture(TorchFunctionMode):
         grows = tensor.requires_grad
         if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
             return self._stored(_of_shape(tensor))
-        few = not grows and tensor.numel() < FEW
-        if few or not is_plain(tensor) or is_parameter(tensor) or tensor.is_complex():
+        if (
+            (not grows and tensor.numel() < FEW)
+            or not is_plain(tensor)
+            or is_parameter(tensor)
+            or tensor.is_complex()
+        ):
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(storage, self.hooks)
@@ -337,9 +340,9 @@ class Capture(TorchFunctionMode):
         recompute: Recompute | None = known() if known else None
         if recompute is None or recompute.operands[0].version != version_of_saved(variable):
             with without_torch_function():
-                size = copy.untyped_storage().nbytes()
-                recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, None, size, self.hooks)
-                if not recompute.of(copy, False):
+                try:
+                    recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, copy, self.hooks, False)
+                except Unsuitable:
                     return None
             casts.casts = (casts.casts or {}) | {key: weakref.ref(recompute)}
         mark.recompute = recompute
@@ -356,7 +359,6 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
-    free_passed()
     return saved.unpack()
 
 
@@ -397,12 +399,11 @@ def set_recompute(
         return None
     with without_torch_function():
         storage = output.untyped_storage()
-        other = None if version else storage
+        if not version and args and isinstance(args[0], Tensor) and args[0].untyped_storage() is storage:
+            return None  # a view
         try:
-            recompute = Recompute(function, args, kwargs, other, storage.nbytes(), capture.hooks)
+            recompute = Recompute(function, args, kwargs, output, capture.hooks, capture.autocast, version)
         except Unsuitable:
-            return None
-        if not recompute.operands or not recompute.of(output, capture.autocast, version):
             return None
         marked(storage, capture.hooks).recompute = recompute
         return recompute

@@ -83,11 +83,11 @@ class _Saved(Mark):
 
 def _operand(saved: Stored | Reading) -> Operand:
     if isinstance(saved, Stored):
-        return Operand(_Saved(saved), saved.version, saved.layout, None, None)
+        return Operand(_Saved(saved), saved.version, saved.layout)
     made = saved.computed
     if isinstance(made, Computed):
-        return Operand(Mark(None), made.recompute.version, saved.layout, made.recompute, None)
-    return Operand(_Saved(made), made.version, saved.layout, None, None)
+        return Operand(Mark(None), made.recompute.version, saved.layout, made.recompute)
+    return Operand(_Saved(made), made.version, saved.layout)
 
 
 def _gate(function: Any, shape: torch.Size, numbers: Sequence[float], *factors: Tensor) -> Tensor:

@@ -54,11 +54,10 @@ class Operand:
 
     __slots__ = ("grows", "layout", "mark", "recompute", "tensor", "version")
 
-    def __init__(
-        self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None, tensor: Tensor | None
-    ) -> None:
-        self.mark, self.version, self.layout = mark, version, layout
-        self.recompute, self.tensor, self.grows = recompute, tensor, False
+    def __init__(self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None = None) -> None:
+        self.mark, self.version, self.layout, self.recompute = mark, version, layout, recompute
+        self.tensor: Tensor | None = None
+        self.grows = False
 
     def is_stored(self) -> bool:
         """Return whether autograd stores the tensor by now."""
@@ -92,7 +91,7 @@ class Operand:
 
 
 class Unsuitable(Exception):  # noqa: N818  no error
-    """An argument shares the output's memory, does not count its changes, or is complex."""
+    """A value cannot be recomputed, or that would take too much."""
 
 
 class Recompute:
@@ -103,18 +102,20 @@ class Recompute:
         unsaved: the tensors that nothing else stored yet when this was made, by the identity of their marks.
         work: bytes that are written to compute it.
         sums: how many sums are in a row.
-        version: the tensor's, when this was made.
+        version: the tensor's.
 
     Args:
         function: pure.
         args: its arguments.
         kwargs: its arguments by name.
-        storage: the output's, which no argument may share; None if one does that is not read any more.
-        size: the output's bytes.
+        output: the tensor, or the one that will have its value.
         hooks: those outside of the context.
+        autocast: whether one may be on.
+        changes: how often the output will be changed in place until it has the value; 0 if it has it.
 
     Raises:
-        Unsuitable: an argument shares the output's memory, or is complex or of inference mode.
+        Unsuitable: there is no tensor among the arguments, or one that shares the output's memory, is complex or
+            of inference mode; the output has not its memory alone; or much would have to be computed.
 
     """
 
@@ -128,20 +129,31 @@ class Recompute:
         function: Callable[..., Tensor],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        storage: torch.UntypedStorage | None,
-        size: int,
+        output: Tensor,
         hooks: Hooks | None,
+        autocast: bool,
+        changes: int = 0,
     ) -> None:
-        self._function, self._hooks, self._storage = function, hooks, storage
+        storage = output.untyped_storage()
+        self._function, self._hooks, self._storage = function, hooks, None if changes else storage
         self.operands: list[Operand] = []
         self.unsaved: dict[int, Operand] | None = None
-        self.size = self.largest = self.work = size
+        self.size = self.largest = self.work = storage.nbytes()
         self.sums = 0
         self._computed: Callable[[], Computed | None] | None = None
         self._args = self._taken(args)
         self._kwargs = dict(zip(kwargs, self._taken(kwargs.values()), strict=True)) if kwargs else kwargs
         self.sums += function in cheap.SUMS
         del self._storage, self._hooks
+        if not self.operands or self.size != output.nbytes or self.work > MOST * self.largest or self.sums > SUMS:
+            raise Unsuitable
+        self._refer()
+        self.version, self._layout = version_of_saved(output) + changes, layout_of(output)
+        self._autocast = None
+        if autocast:
+            device = output.device.type
+            dtype = active_autocast(device)
+            self._autocast = None if dtype is None else (device, dtype)
 
     def _taken(self, arguments: Iterable[Any]) -> list[Any]:
         taken: list[Any] = []
@@ -165,59 +177,41 @@ class Recompute:
         if storage is self._storage or tensor.is_inference() or tensor.is_complex():
             raise Unsuitable
         mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
-        inner: Recompute | None = None
-        value: Tensor | None = None
-        if not (mark.known and mark.stored(version, layout)):
-            inner = mark.recompute
-            if inner is not None and inner.version == version and inner.pays() and not self._cuts(inner):
-                self.work += inner.work
-                self.largest = max(self.largest, inner.largest)
-                self.sums = max(self.sums, inner.sums)
-                if inner.unsaved:
-                    self.unsaved = {**self.unsaved, **inner.unsaved} if self.unsaved else inner.unsaved
-            else:
-                inner, value = None, tensor
-        operand = Operand(mark, version, layout, inner, value)
-        if value is not None and not is_parameter(tensor):
-            operand.grows = tensor.requires_grad and not tensor.is_leaf
-            self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
+        operand = Operand(mark, version, layout)
         self.operands.append(operand)
+        if mark.known and mark.stored(version, layout):
+            return operand
+        inner: Recompute | None = mark.recompute
+        if inner is not None and inner.version == version and inner.pays() and not self._cuts(inner):
+            operand.recompute = inner
+            self.work += inner.work
+            self.largest = max(self.largest, inner.largest)
+            self.sums = max(self.sums, inner.sums)
+            if inner.unsaved:
+                self.unsaved = {**self.unsaved, **inner.unsaved} if self.unsaved else inner.unsaved
+        elif is_parameter(tensor):
+            operand.tensor = tensor.detach()
+        else:
+            operand.tensor, operand.grows = tensor, tensor.requires_grad and not tensor.is_leaf
+            self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
         return operand
 
-    def _cuts(self, inner: Recompute) -> bool:
-        """Return whether an operand had better be stored: it takes much to compute, and a wider tensor follows."""
-        return self.size > inner.size and inner.work > WIDER * inner.largest
+    def _refer(self) -> None:
+        """Refer to operands that nothing else stores, if they take less than the value.
 
-    def of(self, output: Tensor, autocast: bool, change: int = 0) -> bool:
-        """Set which tensor this recomputes; returns whether that is possible.
-
-        Operands that nothing else stores are referred to if they take less than the value. Otherwise they are not,
-        and the value can be recomputed only if something else stores them later.
-
-        Args:
-            output: the tensor.
-            autocast: whether one may be on.
-            change: how often the tensor will be changed in place until it has the value.
-
+        Otherwise it can be recomputed only if something else stores them later.
         """
-        if (
-            self.size != output.numel() * output.element_size()
-            or self.work > MOST * self.largest
-            or self.sums > SUMS
-        ):
-            return False
-        refers = self.unsaved is None or self.pays()
+        if self.unsaved is None:
+            return
+        refers = self.pays()
         for operand in self.operands:
             if operand.tensor is not None:
                 refers_to_it = refers or self.unsaved is None or id(operand.mark) not in self.unsaved
                 operand.tensor = operand.tensor.detach() if refers_to_it else None
-        self.version, self._layout = version_of_saved(output) + change, layout_of(output)
-        self._autocast = None
-        if autocast:
-            device = output.device.type
-            dtype = active_autocast(device)
-            self._autocast = None if dtype is None else (device, dtype)
-        return True
+
+    def _cuts(self, inner: Recompute) -> bool:
+        """Return whether an operand had better be stored: it takes much to compute, and a wider tensor follows."""
+        return self.size > inner.size and inner.work > WIDER * inner.largest
 
     def pays(self) -> bool:
         """Return whether storing what it needs takes less than its value."""
@@ -264,9 +258,9 @@ class Recompute:
         else:
             with torch.autocast(*self._autocast):
                 made = self._function(*args, **kwargs)
-        size, stride, offset = self._layout
-        if made.stride() == stride and made.storage_offset() == offset:
+        if layout_of(made) == self._layout:
             return made
+        size, stride, _ = self._layout
         return torch.empty_strided(size, stride, dtype=made.dtype, device=made.device).copy_(made)
 
 

@@ -43,7 +43,8 @@ def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[s
 def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     output = func(*args, **kwargs)
     if (
-        isinstance(output, Tensor)
+        output is not args[0]
+        and isinstance(output, Tensor)
         and output.device == args[0].device
         and is_plain(output)
         and output.requires_grad
@@ -115,7 +116,7 @@ def _dropout(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict
     y = output[0] if isinstance(output, tuple) else output
     if len(masks) == 1:
         bits, mark = masks[0]
-        set_recompute(capture, y, dropped, (x, Operand(mark, bits.version, bits.layout, None, None), p), {})
+        set_recompute(capture, y, dropped, (x, Operand(mark, bits.version, bits.layout), p), {})
     return output
 
 
