@@ -53,7 +53,7 @@ class Bars:
         pairs = zip(COLORS, self.series, strict=True) if len(self.series) > 1 else ()
         key = "".join(f' <span style="color:{color}">■</span> {name}' for color, name in pairs)
         lines = ['<table style="min-width:60%">']
-        lines += [f"<caption><b>{escape(self.title)}</b><br>{self.quantity}, {unit}{key}</caption>"]
+        lines += [f"<caption><b>{escape(self.title)}</b><br>{escape(self.quantity)}, {unit}{key}</caption>"]
         for name, values in self.rows:
             bar = "".join(
                 f'<div style="background:{color};height:0.7em;width:{100 * value / longest:.1f}%"></div>'
@@ -82,7 +82,7 @@ class Bars:
         axes.set_yticks(range(len(self.rows)), [literal(name, 60) for name, _ in self.rows])
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        axes.set_xlabel(f"{self.quantity}, {unit}")
+        axes.set_xlabel(f"{literal(self.quantity, 80)}, {unit}")
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from fitact.base import Bars, Shown, UsageError, columns
@@ -116,13 +117,12 @@ class Conversion(Shown):
         """Return what modules save, before and now; UsageError if that was not measured."""
         if not self.modules:
             raise UsageError("nothing was measured: give example_inputs to fitact.convert")
-        named = {
-            f"{module.name or 'the model'} {_times(module)}".rstrip(): module for module in _large(self.modules)
-        }
+        inside, large = _large(self.modules)
+        named = {f"{module.name or 'the model'} {_times(module)}".rstrip(): module for module in large}
         rows = tuple((name, (module.before, module.after)) for name, module in named.items())
         title = "; ".join(_summary(self))
         now = "as converted" if self.dry_run else "now"
-        return Bars(title[0].upper() + title[1:], "saved for backward", ("before", now), rows)
+        return Bars(title[0].upper() + title[1:], f"saved for backward{inside}", ("before", now), rows)
 
 
 MIB = 2**20
@@ -146,9 +146,9 @@ def _lines(conversion: Conversion) -> Iterator[str]:
         yield f"{site.name or 'the model'}, {site.before}, {verb} in {site.after}"
     if conversion.modules:
         how = ("how it is stored now",) if any(module.how for module in conversion.modules) else ()
-        yield from columns(
-            [("module", "", "saved", "now", *how), *_module_rows(conversion.modules, bool(how))], "<>>><"
-        )
+        inside, large = _large(conversion.modules)
+        head = (f"module{inside}", "", "saved", "now", *how)
+        yield from columns([head, *(_module_row(module, bool(how)) for module in large)], "<>>><")
         if any("itself" in module.how and module.after for module in conversion.modules):
             yield "itself: nothing cheap gives it; inputs and products of matrices are not recomputed"
     if summary := "; ".join(_summary(conversion)):
@@ -157,20 +157,21 @@ def _lines(conversion: Conversion) -> Iterator[str]:
         yield str(conversion.gradient)
 
 
-def _module_rows(modules: Sequence[ModuleRecord], how: bool) -> Iterator[tuple[str, ...]]:
-    """Yield rows of the modules that saved most, and one of all others."""
-    for module in _large(modules):
-        storages = (", ".join(module.how),) if how else ()
-        yield module.name or "the model", _times(module), _size(module.before), _size(module.after), *storages
+def _module_row(module: ModuleRecord, how: bool) -> tuple[str, ...]:
+    storages = (", ".join(module.how),) if how else ()
+    return module.name or "the model", _times(module), _size(module.before), _size(module.after), *storages
 
 
-def _large(modules: Sequence[ModuleRecord]) -> list[ModuleRecord]:
-    """Return the modules that saved most, and all others as one."""
-    large, rest = list(modules[:ROWS]), modules[ROWS:]
+def _large(modules: Sequence[ModuleRecord]) -> tuple[str, list[ModuleRecord]]:
+    """Return the path that the modules that saved most have in common, as words; them, and all others as one."""
+    large, rest = modules[:ROWS], modules[ROWS:]
+    steps = zip(*(module.name.split(".")[:-1] for module in large), strict=False)
+    inside = [step[0] for step in takewhile(lambda step: len({*step}) == 1, steps)]
+    rows = [replace(module, name=".".join(module.name.split(".")[len(inside) :])) for module in large]
     if rest:
         sums = (sum(getattr(module, name) for module in rest) for name in ("count", "before", "after"))
-        large.append(ModuleRecord("all others", *sums))
-    return large
+        rows.append(ModuleRecord("all others", *sums))
+    return f" in {'.'.join(inside)}" if inside else "", rows
 
 
 def _times(module: ModuleRecord) -> str:

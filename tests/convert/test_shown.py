@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections import OrderedDict
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Odd(nn.Module):
-    """A block whose name HTML would read as a tag."""
+    """A block whose names HTML would read as tags."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_module("<b>&", nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+        parts = {"<i>0": nn.Linear(64, 256), "<i>1": nn.GELU(), "<i>2": nn.Linear(256, 64)}
+        self.add_module("<b>&", nn.Sequential(OrderedDict(parts)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.get_submodule("<b>&")(x)
@@ -78,9 +80,9 @@ def test_what_is_drawn(reports: dict[str, Any]) -> None:
     assert (before, after) == (reports["convert"].saved_before, reports["convert"].saved_after)
     assert bars.title == f"The model saves {after:,} bytes for backward instead of {before / 2**20:.1f} MiB, " \
         f"{100 * after / before:.1f} %"  # fmt: skip
-    assert any(label.startswith("*.<b>&") for label, _ in bars.rows)
+    assert bars.quantity == "saved for backward in *.<b>&" and "<i>1 ×2" in dict(bars.rows)
     picture = reports["convert"].plot(format="svg").decode()
-    for text in (f"saved for backward, {bars.unit[1]}", "before", "now", "*.&lt;b&gt;&amp;"):
+    for text in (f"saved for backward in *.&lt;b&gt;&amp;, {bars.unit[1]}", "before", "now", "&lt;i&gt;1"):
         assert text in picture
     assert "fits as it is" in reports["plan"].bars().title and "does not fit" in reports["short"].bars().title
     assert [label for label, _ in reports["short"].bars().rows][1] == "the least"

@@ -45,6 +45,7 @@ EVERY = {2: "second", 3: "third", 4: "fourth"}  # of the blocks, which are check
 ONE_BLOCK = (
     "no block repeats, so the whole model is one block: name its blocks with --blocks PATTERN, in Python blocks="
 )
+CACHE = "a cache of keys and values grows where a block runs again: plan with model.config.use_cache = False"
 
 Answer = list[list[int]]
 Answered = tuple[list[Group], StepCost]  # an answer's groups, and its step as measured
@@ -238,6 +239,8 @@ class Planner:
         ]
         self.costs = measure_costs(subject, device, policies, progress)
         self.notes = self.costs.notes
+        if self.notes and getattr(getattr(subject.model, "config", None), "use_cache", False):
+            self.notes = (CACHE, *self.notes)
         if [run.paths for run in self.costs.runs] == [("",)]:
             self.notes = (ONE_BLOCK, *self.notes)
 
@@ -298,14 +301,19 @@ class Planner:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The baselines, and the front of each error, by the costs of single blocks."""
+        """The baselines, and the front of each error, by the costs of single blocks.
+
+        Times are scaled so that the baseline's is the measured one.
+        """
         problem = Problem(self.costs, "exact", self.host)
+        scale = self.costs.baseline.work.seconds / seconds(problem.stages, problem.every(BASELINE))
 
         def point(name: str, answer: Answer, error: str = "exact", of: Problem = problem) -> Point:
-            return Point(name, error, self.fixed + peak(of.stages, answer), seconds(of.stages, answer))
+            return Point(name, error, self.fixed + peak(of.stages, answer), scale * seconds(of.stages, answer))
 
         baseline = point("baseline", problem.every(BASELINE))
-        uniform = (FULL, SELECTIVE, *[MOVED] * bool(self.host))
+        ran = {policy for segment in self.costs.segments for policy in segment.costs}  # others failed
+        uniform = [policy for policy in (FULL, SELECTIVE, MOVED) if policy in ran]
         points = [baseline, *(point(policy.name, problem.every(policy)) for policy in uniform)]
         points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
@@ -314,8 +322,9 @@ class Planner:
             line: list[Point] = []
             for k in range(FRONT):
                 answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)), self.host)
-                if answer is not None and (not line or seconds(of.stages, answer) < line[-1].seconds):
-                    line.append(point("plan", answer, error, of))
+                if answer is not None:
+                    found = point("plan", answer, error, of)
+                    line += [found] if not line or found.seconds < line[-1].seconds else []
             points += line
         return tuple(points)
 

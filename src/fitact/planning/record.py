@@ -207,10 +207,10 @@ def _lines(plan: Plan) -> Iterator[str]:
         rows = [(group.policy, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
         yield from columns(rows, "<><")
         yield ""
+    yield f"peak of a step {_gib(plan.peak)}, baseline {_gib(plan.baseline_peak)}"
     yield (
-        f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
-        f"gradients, {_gib(plan.saved)} saved for backward at the end of forward; the baseline's peak "
-        f"{_gib(plan.baseline_peak)}"
+        f"of it {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} gradients, "
+        f"{_gib(plan.saved)} saved for backward at the end of forward"
     )
     if plan.groups:
         yield (
