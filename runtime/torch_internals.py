@@ -113,16 +113,16 @@ def version_guard(tensor: Tensor) -> Tensor:
     return guard
 
 
-def after_backward(method: Callable[[], None]) -> bool:
-    """Have a method called when the backward pass that runs now ends; returns False if none runs.
+def after_backward(of: Any) -> bool:
+    """Have `release` of an object called when the backward pass that runs now ends; returns False if none runs.
 
-    Its object is not held until then.
+    The object is not held until then.
     """
-    held, function = weakref.ref(method.__self__), method.__func__
+    held = weakref.ref(of)
 
     def call() -> None:
         if (of := held()) is not None:
-            function(of)
+            of.release()
 
     try:
         torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -208,7 +208,7 @@ class AttentionCall:
     def run(self, *tensors: Tensor | None) -> Tensor:
         """Return the output once more, and keep what its gradients need until the pass ends."""
         output, inputs = self._run(tensors)
-        if after_backward(self.release):
+        if after_backward(self):
             self._made = output, inputs
         return output.detach()
 

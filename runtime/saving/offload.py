@@ -147,7 +147,7 @@ class Memory(Stored):
         """Start to copy the memory back."""
         if self.bytes is None and self._host is not None and not self._was_read:
             self.bytes, self._coming = self._link.to_device(self._host)
-            after_backward(self.release)
+            after_backward(self)
 
     def _make(self) -> Tensor:
         if self._leaving is not None:

@@ -203,11 +203,10 @@ class Recompute:
         """
         if self.unsaved is None:
             return
-        refers = self.pays()
+        never = set() if self.pays() else self.unsaved.keys()
         for operand in self.operands:
             if operand.tensor is not None:
-                refers_to_it = refers or self.unsaved is None or id(operand.mark) not in self.unsaved
-                operand.tensor = operand.tensor.detach() if refers_to_it else None
+                operand.tensor = None if id(operand.mark) in never else operand.tensor.detach()
 
     def _cuts(self, inner: Recompute) -> bool:
         """Return whether an operand had better be stored: it takes much to compute, and a wider tensor follows."""
@@ -224,7 +223,7 @@ class Recompute:
                 left[key] = operand
                 adds += operand.bytes()
         self.unsaved = left or None
-        return adds < self.size
+        return not left or adds < self.size
 
     def alive(self) -> Computed | None:
         """Return what computes the value for those who will read it; None if nobody will."""

@@ -186,7 +186,7 @@ class Made(ABC):
         return tensor
 
     def _hold(self, tensor: Tensor) -> None:
-        if not after_backward(self.release):
+        if not after_backward(self):
             self._left = 1
             return
         self._made = tensor
