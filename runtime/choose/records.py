@@ -42,7 +42,7 @@ class ModuleRecord:
         count: how many such modules there are.
         before: bytes that all of them save as they are.
         after: bytes that they save converted.
-        how: the storages of what they save in a context, those of most bytes first: `"recomputed"`, `"8 bits"`,
+        storages: of what they save in a context, those of most bytes first: `"recomputed"`, `"8 bits"`,
             `"mask in bits"`, `"index in fewer bytes"`, `"itself"`; without a context none.
 
     """
@@ -51,7 +51,7 @@ class ModuleRecord:
     count: int
     before: int
     after: int
-    how: tuple[str, ...] = ()
+    storages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def _lines(conversion: Conversion) -> Iterator[str]:
         verb = "would run" if conversion.dry_run else "runs"
         yield f"{site.name or 'the model'}, {site.before}, {verb} in {site.after}"
     if conversion.modules:
-        how = ("how it is stored now",) if any(module.how for module in conversion.modules) else ()
+        stored = ("how it is stored now",) if any(module.storages for module in conversion.modules) else ()
         inside, large = _large(conversion.modules)
-        head = (f"module{inside}", "", "saved", "now", *how)
-        yield from columns([head, *(_module_row(module, bool(how)) for module in large)], "<>>><")
-        if any("itself" in module.how and module.after for module in conversion.modules):
+        head = (f"module{inside}", "", "saved", "now", *stored)
+        yield from columns([head, *(_module_row(module, bool(stored)) for module in large)], "<>>><")
+        if any("itself" in module.storages and module.after for module in conversion.modules):
             yield "itself: nothing cheap gives it; inputs and products of matrices are not recomputed"
     if summary := "; ".join(_summary(conversion)):
         yield summary
@@ -157,8 +157,8 @@ def _lines(conversion: Conversion) -> Iterator[str]:
         yield str(conversion.gradient)
 
 
-def _module_row(module: ModuleRecord, how: bool) -> tuple[str, ...]:
-    storages = (", ".join(module.how),) if how else ()
+def _module_row(module: ModuleRecord, stored: bool) -> tuple[str, ...]:
+    storages = (", ".join(module.storages),) if stored else ()
     return module.name or "the model", _times(module), _size(module.before), _size(module.after), *storages
 
 

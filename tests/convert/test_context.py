@@ -314,7 +314,7 @@ def test_how_everything_is_stored() -> None:
     model = made()
     for error, bits in (("rounding", "8 bits"), ("coarse", "4 bits")):
         report = fitact.convert(model, error=error, example_inputs=X, dry_run=True)
-        rows = {one.name: one.how for one in report.modules}
+        rows = {one.name: one.storages for one in report.modules}
         assert bits in rows["layers.*.mlp"] and bits in rows["layers.*.norm"]
         assert rows["layers.*.drop"] == ("mask in bits",)
 
