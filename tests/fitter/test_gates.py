@@ -75,17 +75,9 @@ REFUSED = [
     ("0*g*u", "of its factor of g, called x: activation '0 * x' does not depend on x"),
     ("g*(u - u)", "of its factor of u, called x: activation 'x - x' does not depend on x"),
     ("u*g/0", "column 5: division by zero"),
-    ("silu(g, 3)*u", "silu takes 1 argument, got 2"),
-    ("exp(g)*u*1e200*1e200", "out of range"),
     ("g*[u]", "List is not part of the language"),
-    ("(lambda g: g)*u", "Lambda is not part of the language"),
-    ("g.real*u", "Attribute is not part of the language"),
-    ("tanh(*g)*u", "tanh takes plain arguments only"),
     ("g*u; 1", "unexpected character"),
-    ("g*u #", "unexpected character"),
     ("*".join(["g"] * 100 + ["u"]), "nested deeper than 60"),
-    ("-" * 100 + "g*u", "nested deeper than 60"),
-    ("g*" + "u" * 3000, "at most 2000"),
     ("swish", "unknown gate 'swish': expected one of geglu"),
 ]
 

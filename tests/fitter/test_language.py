@@ -258,10 +258,11 @@ def test_what_was_read_is_read_again_by_its_own_variable() -> None:
             parse("z", what=what)
 
 
-@pytest.mark.parametrize("text", [None, 3, b"x", ("x",)])
+@pytest.mark.parametrize("text", [None, 3, b"x", ("x",), {"x": 1}])
 def test_only_text_is_read(text):
-    with pytest.raises(UsageError, match="expected text"):
-        parse(text)
+    for call in (parse, partial(Activation, None)):
+        with pytest.raises(UsageError, match="expected text, got"):
+            call(text)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import Any
 
 import mpmath
 import numpy as np
 import pytest
 
 from fitact.base import UsageError
-from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.catalog import LEARNED
-from fitact.fitter.expr import parse
 from fitact.fitter.methods.table import again, make
 from fitact.fitter.records.reading import from_json
 
@@ -91,15 +87,3 @@ def test_a_number_that_is_named_as_an_exponent() -> None:
     formula = Learned.of("x*2.e3 + e3*x**2", {"e3": (0.5, False)})
     start = formula.start()
     assert start is not None and start.value(np.array([2.0])) == [4002.0]
-
-
-@pytest.mark.parametrize("text", [["x"], {"x": 1}, None, 1])
-@pytest.mark.parametrize("call", [partial(Activation, None), parse], ids=["activation", "parse"])
-def test_what_is_no_text(call: Any, text: Any) -> None:
-    with pytest.raises(UsageError, match="expected text, got"):
-        call(text)
-
-
-def test_channel_is_a_bool() -> None:
-    with pytest.raises(UsageError, match="channel: expected true or false"):
-        Number("a", 1.0, "yes")  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fitact.fitter.analysis.learned import USED
 from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
 from fitact.runtime.saving import saving
 from tests.support.gates import FITS, Baseline, gate_module, halves, special
 from tests.support.generated import EACH_DTYPE, LAYOUTS, forward_op, same, sizes
@@ -150,7 +151,7 @@ def test_layouts(name: str, layout: str) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """A generated function of several tensors, and what it is called with; `batched`: how `vmap` may cut these."""
+    """A function of tensors, and what it is called with; `batched`: how `vmap` may cut these."""
 
     name: str
     function: Callable[..., Tensor]
@@ -158,7 +159,13 @@ class Operation:
     batched: tuple[tuple[int | None, ...], ...]
 
 
+NORMS = {"ms_layer_norm": ms_layer_norm, "ms_rms_norm": ms_rms_norm}
+
+
 def operation(name: str) -> Operation:
+    if name in NORMS:
+        norm = NORMS[name]
+        return Operation(name, lambda x: norm(x, 60), lambda rows: [torch.randn(rows, 60)], ((0,), (1,), (2,)))
     if name in FITS:
         return Operation(
             FITS[name][0].name, gate(name), lambda rows: [*halves(torch.float32, rows, 60)], ((0, 1), (0, None))
@@ -174,10 +181,11 @@ def operation(name: str) -> Operation:
 
 
 # PyTorch's functions, and not; numbers of channels, and one
-each_operation = pytest.mark.parametrize("name", ["recompute", "recompute_clamped", "dyt", "swish_beta"])
+SEVERAL = ["recompute", "recompute_clamped", "dyt", "swish_beta"]
+each_operation = pytest.mark.parametrize("name", [*SEVERAL, *NORMS])
 
 
-@each_operation
+@pytest.mark.parametrize("name", SEVERAL)
 def test_only_what_is_wanted(name: str) -> None:
     one = operation(name)
     tensors = one.tensors(4)
@@ -189,7 +197,7 @@ def test_only_what_is_wanted(name: str) -> None:
         assert same(found, every[wanted])
 
 
-@each_operation
+@pytest.mark.parametrize("name", SEVERAL)
 def test_autocast_changes_nothing(name: str) -> None:
     one = operation(name)
     for dtype in (torch.float32, HALF):
@@ -263,7 +271,8 @@ def test_second_derivatives_raise(name: str) -> None:
     one = operation(name)
     leaves = [part.detach().requires_grad_() for part in one.tensors(4)]
     dx, *_ = torch.autograd.grad(one.function(*leaves).sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{one.name}: a second derivative was requested"):
+    who = "memory-sharing norm" if name in NORMS else one.name
+    with pytest.raises(RuntimeError, match=f"{who}: a second derivative was requested"):
         dx.sum().backward()
 
 
