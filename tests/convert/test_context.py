@@ -16,7 +16,6 @@ import fitact
 from fitact.base import JobError, UsageError
 from fitact.runtime.choose import reproducibly
 from fitact.runtime.choose.records import Gradient, ModuleRecord
-from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.modules import Attached
 
@@ -113,6 +112,18 @@ class Calls(nn.Module):
         return y
 
 
+class DyT(nn.Module):
+    """A norm's replacement, whose numbers are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.alpha * x) * self.weight + self.bias
+
+
 def parametrised() -> nn.Module:
     norm = nn.LayerNorm(WIDTH)
     nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
@@ -127,6 +138,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, batch_first=True),
     "rotary": Rotary,
     "in place": InPlace,
+    "DyT": lambda: nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), DyT(), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 4)
+    ),
     "learned": lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.PReLU(64), nn.Linear(64, 4)),
 }
 ERRORS = {"exact": 0.0, "rounding": 0.02, "coarse": 0.2}  # how far gradients may be off
@@ -489,55 +503,3 @@ def test_sharded_models(method: str | None, first: bool) -> None:
         assert fitact.revert(model)
     finally:
         torch.distributed.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------ real models
-
-
-class DyT(nn.Module):
-    """A norm's replacement, whose numbers are learned."""
-
-    def __init__(self, dim: int, **_: Any) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.full((1,), 0.5))
-        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.alpha * x) * self.weight + self.bias
-
-
-def apertus() -> tuple[nn.Module, Tensor]:
-    """Its activation is xIELU, which has two parameters."""
-    transformers = imported("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-    model = transformers.ApertusModel(transformers.ApertusConfig(**sizes, **heads, **ids, use_cache=False))
-    return model.train(), torch.randint(0, 128, (2, 128))
-
-
-def vit() -> tuple[nn.Module, Tensor]:
-    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
-    return imported("timm").models.VisionTransformer(**sizes, norm_layer=DyT), torch.randn(4, 3, 64, 64)
-
-
-# Which share is saved at most, and how far gradients are off at most in the class `rounding`.
-REAL: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], float, float]] = {
-    "apertus": (apertus, 0.35, 0.06),
-    "ViT with DyT": (vit, 0.6, 0.01),
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_models(name: str) -> None:
-    torch.manual_seed(0)
-    make, share, error = REAL[name]
-    model, inputs = make()
-    report = fitact.convert(model, example_inputs=inputs)
-    assert report.gradient is not None and report.gradient.error == 0
-    with count_saved(model) as saved:
-        model(inputs)
-    assert report.saved_after == saved.bytes < share * report.saved_before
-    near = fitact.convert(model, error="rounding", example_inputs=inputs, gradients=True)
-    assert near.gradient is not None and near.gradient.error is not None
-    assert near.saved_after < report.saved_after and 0 < near.gradient.error < error

@@ -637,25 +637,12 @@ GIVEN = [{"method": "fewbit"}, {"error": "exact"}, {"error": "rounding"}]  # eac
 
 
 class Looks(nn.Sequential):
-    """A model that may read a value, which fake tensors cannot do."""
-
-    looks = False
+    """A model that reads a value, which fake tensors cannot do."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        if self.looks and y.sum().item() > 1e9:
-            raise ValueError
+        assert y.sum().item() < 1e9
         return y
-
-
-@pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_fake_and_real_runs_agree(given: dict[str, Any]) -> None:
-    reports = []
-    for looks in (False, True):
-        model = Looks(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5))
-        model.looks = looks
-        reports.append(fitact.convert(model, **given, example_inputs=torch.randn(1000, 16)))
-    assert reports[0] == reports[1] and reports[0].saved_after < reports[0].saved_before
 
 
 class Addressed(nn.Sequential):
@@ -667,12 +654,15 @@ class Addressed(nn.Sequential):
         return y
 
 
+@pytest.mark.parametrize("kind", [Looks, Addressed])
 @pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_kernels_never_get_the_address_of_a_fake_tensor(given: dict[str, Any], recwarn: Any) -> None:
-    kinds = nn.Sequential, Addressed
-    models = [kind(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5)) for kind in kinds]
-    reports = [fitact.convert(model, **given, example_inputs=torch.randn(1000, 16)) for model in models]
-    assert reports[0].modules == reports[1].modules and reports[0].saved_after < reports[0].saved_before
+def test_fake_and_real_runs_agree(given: dict[str, Any], kind: type[nn.Sequential], recwarn: Any) -> None:
+    """Kernels never get the address of a fake tensor."""
+    models = [
+        each(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5)) for each in (nn.Sequential, kind)
+    ]
+    fake, real = (fitact.convert(model, **given, example_inputs=torch.randn(1000, 16)) for model in models)
+    assert fake.modules == real.modules and real.saved_after < real.saved_before
     assert not [each for each in recwarn if "data pointer" in str(each.message)]
 
 
@@ -730,30 +720,6 @@ def test_consumers(kind: str, shared: bool) -> None:
         assert fitact.convert(model, method, dry_run=True).sites[0].after  # without inputs, as is asked for
     given = {nn.GELU: type(fitact.activation("gelu", method="inverted"))}  # is put in, whatever it saves
     assert fitact.convert(model, replace=given, example_inputs=x).sites[0].after == "gelu_inverted1"
-
-
-def test_codes_of_few_elements_are_padded() -> None:
-    (site,) = fitact.convert(nn.Sequential(nn.Linear(4, 4), nn.GELU()), "fewbit", example_inputs=torch.randn(2, 4))
-    assert (
-        site.after is None
-        and site.reason == f"the model would save {3 * 1024 - 32:,} bytes more with it than without"
-    )
-
-
-def test_autocast_saves_one_storage() -> None:
-    """float32 into GELU: PyTorch saves 4 bytes of it, and 2 of the copy that is cast for the linear layer."""
-    model = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64, bias=False))
-    x = torch.randn(8, ROWS, 64)
-    with torch.autocast("cpu", dtype=HALF):
-        conversion = fitact.convert(model, "inverted", example_inputs=x)
-        assert conversion.sites[0].after == "gelu_inverted1"
-        with count_saved(model) as saved:
-            result = model(x)
-    weight = 2 * 64 * 64
-    statistics = 2 * 8 * ROWS * 4
-    assert conversion.saved_before == (4 + 2) * ELEMENTS + weight + statistics + x.nbytes
-    assert conversion.saved_after == saved.bytes == 2 * ELEMENTS + ELEMENTS // 8 + weight + statistics + x.nbytes
-    result.sum().backward()
 
 
 class Overwriting(nn.Module):

@@ -18,7 +18,7 @@ import fitact
 from fitact.integrations.transformers import register
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
-from tests.support.models import GROUPED, MODELS, QUICK, TIMM_CONV, WORDS, batch_of, logits, model_of
+from tests.support.models import MODELS, QUICK, TIMM_CONV, batch_of, logits, model_of
 from tests.support.rows import full
 from tests.support.shared import shared
 
@@ -163,11 +163,12 @@ def saved_bytes(model: nn.Module, inputs: Mapping[str, Tensor], dtype: torch.dty
 
 SAVED = {
     *("bert-lora-autocast", "gpt2-frozen-autocast", "phi3-everything-float32", "llama-lora-float32"),
-    "mobilenetv3_small_050-everything-autocast",
+    *("mobilenetv3_small_050-everything-autocast", "apertus-everything-float32"),
 }
 
 
-SHARED = ("phi3", "opt", "mixtral", "qwen3_moe")  # which save anyway what lies at some activations
+# the last has parameters in its activations, xIELU
+SHARED = ("phi3", "opt", "mixtral", "qwen3_moe", "apertus")  # which save anyway what lies at some activations
 SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
 WAYS: list[dict[str, Any]] = [
     *({"method": method} for method in ("fewbit", "inverted", "output")),
@@ -198,21 +199,14 @@ def test_reports_say_what_is_saved(name: str, setting: str, precision: str) -> N
 
 def test_activations_of_a_models_own() -> None:
     """BLOOM has its GELU as a class of its own, gpt-oss computes its gates where its experts are."""
-    transformers = imported("transformers")
     inputs = batch_of("llama", size=8)
-    config = transformers.AutoConfig.for_model("bloom", hidden_size=48, n_head=4, n_layer=2, vocab_size=WORDS)
-    config.use_cache = False
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = model_of("bloom").eval()
     baseline = logits(model, inputs)
     conversion = fitact.convert(model, "inverted", example_inputs=inputs)
     assert [(site.before, site.after) for site in conversion] == [("BloomGelu", "gelu_tanh_inverted1")] * 2
     torch.testing.assert_close(logits(model, inputs), baseline, rtol=1e-5, atol=1e-5)
     assert conversion.saved_after < 0.9 * conversion.saved_before
-    sizes = GROUPED | {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
-    config = transformers.AutoConfig.for_model("gpt_oss", **sizes, layer_types=["full_attention"] * 2)
-    config.use_cache = False
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    assert not fitact.convert(model, "fewbit", example_inputs=inputs).sites
+    assert not fitact.convert(model_of("gpt_oss"), "fewbit", example_inputs=inputs).sites
 
 
 ACTIVATIONS = """

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.measure.prepare import imported
+from tests.support.models import batch_of, model_of
 
 X = torch.randn(4, 16)
-IDS = torch.randint(1, 61, (2, 9))
-TEXT = {"input_ids": IDS, "labels": IDS}
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, "eos_token_id": 1}
 
 
 class Marked(nn.Module):
@@ -153,29 +149,18 @@ def same_gradients(baseline: nn.Module, model: nn.Module) -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
-def _language(kind: str, **more: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    transformers = imported("transformers")
-    config = transformers.AutoConfig.for_model(kind, **(SIZES | more))
-    for name in more:  # which a config may read as one of generation
-        setattr(config, name, more[name])
-    return transformers.AutoModelForCausalLM.from_config(config), TEXT
-
-
-EXPERTS: dict[str, Any] = {"output_router_logits": True, "num_experts_per_tok": 2}
-TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
-    "llama": lambda: _language("llama", output_hidden_states=True),
-    "mixtral": lambda: _language("mixtral", num_local_experts=4, **EXPERTS),
-}
+RECORDED = {"llama": "output_hidden_states", "mixtral": "output_router_logits"}
 
 
 def hooks_of(model: nn.Module) -> list[list[str]]:
     return [[str(hook) for hook in module._forward_hooks.values()] for module in model.modules()]
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_models_of_transformers(name: str) -> None:
     """They install recorders of their outputs in their first forward pass."""
-    model, inputs = TRANSFORMERS[name]()
+    model, inputs = model_of(name), batch_of(name)
+    setattr(model.config, RECORDED[name], True)
     baseline = copy.deepcopy(model)
     hooks = hooks_of(model)
     conversion = fitact.convert(model, example_inputs=inputs)

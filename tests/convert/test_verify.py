@@ -18,25 +18,15 @@ import fitact
 from fitact.base import UsageError
 from fitact.runtime.choose.checkpoints import Checkpoint
 from fitact.runtime.saving import attach
+from tests.support.blocks import MLP
 from tests.support.models import batch_of, model_of
 
 X = torch.randn(640, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.drop(self.down(self.act(self.up(self.norm(x)))))
-        return y
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(Block(), Block(), nn.BatchNorm1d(16))
+    return nn.Sequential(MLP(p=0.1), MLP(p=0.1), nn.BatchNorm1d(16))
 
 
 class Halved(torch.autograd.Function):
@@ -155,10 +145,10 @@ def test_wrong_backward() -> None:
     spoilt = copy.deepcopy(net)
     spoilt[1].act = Own(lambda x: Halved.apply(F.gelu(x)))  # type: ignore[union-attr,assignment,no-untyped-call]
     found = fitact.verify(spoilt, X, baseline=net)
-    assert not found.outputs and next(iter(found.passed)) == "1.up" and found.readers == ("1.act",)
-    assert found.passed["1.up"] == pytest.approx(0.5)
-    assert "1.down.weight" not in found.gradients and found.gradients["1.up.weight"] == pytest.approx(0.5)
-    assert "the gradient at the output of 1.up, by 50 %, which goes into 1.act" in str(found)
+    assert not found.outputs and next(iter(found.passed)) == "1.fc1" and found.readers == ("1.act",)
+    assert found.passed["1.fc1"] == pytest.approx(0.5)
+    assert "1.fc2.weight" not in found.gradients and found.gradients["1.fc1.weight"] == pytest.approx(0.5)
+    assert "the gradient at the output of 1.fc1, by 50 %, which goes into 1.act" in str(found)
 
 
 def test_random_state() -> None:

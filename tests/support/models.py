@@ -36,6 +36,8 @@ MORE: dict[str, dict[str, Any]] = {
     "albert": TEXT | {"embedding_size": 24},
     "opt": {"hidden_size": 48, "num_attention_heads": 4, "ffn_dim": 192, "num_hidden_layers": 2}
     | {"vocab_size": WORDS},
+    "bloom": {"hidden_size": 48, "n_head": 4, "n_layer": 2, "vocab_size": WORDS},
+    "apertus": GROUPED | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 EXPERTS = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
 MANY = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
