@@ -328,8 +328,6 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
         ({"schema": "fitact.plan/2"}, "expected fitact.plan/3, got 'fitact.plan/2': make it again"),
         ({"gib": "24"}, "gib: expected a number, got '24'"),
         ({"gib": float("nan")}, "NaN is not a JSON number"),
-        ({"gib": 10**400}, "gib: expected a number in the range of float64"),
-        ({"peak": 1.5}, "peak: expected an integer below 2[*][*]63 in size, got 1.5"),
         ({"peak": 10**400}, "peak: expected an integer below 2[*][*]63 in size"),
         ({"more": 1}, "more is unknown"),
         ({"error": "none"}, "error: expected exact, rounding, coarse, got 'none'"),
@@ -340,7 +338,6 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
         ),
         ({"groups": [{"policy": "baseline", "blocks": ["a", "a"]}]}, "is there twice"),
         ({"groups": [{"policy": "baseline"}]}, r"groups\[0\].blocks is missing"),
-        ({"groups": 3}, "groups: expected a list, got 3"),
         ({"groups": []}, "groups: expected some"),
     ],
 )

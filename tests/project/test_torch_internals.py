@@ -79,15 +79,6 @@ def test_no_private_parts_elsewhere(name: str) -> None:
         assert not [*private_parts(text)]
 
 
-def test_storages_are_told_apart() -> None:
-    x, y = torch.zeros(4), torch.zeros(4)
-    assert torch_internals.storage_id(x) == torch_internals.storage_id(x[1:]) != torch_internals.storage_id(y)
-    assert torch_internals.storage_id(x) == torch_internals.storage_id(x.untyped_storage())
-    with torch_internals.FakeTensorMode():
-        fakes = [torch.zeros(4), torch.zeros(4)]
-    assert len({torch_internals.storage_id(fake) for fake in fakes}) == 2
-
-
 @pytest.mark.parametrize("mode", [nullcontext, torch_internals.FakeTensorMode])
 def test_memory_that_nothing_else_refers_to(mode: Callable[[], AbstractContextManager[Any]]) -> None:
     with mode():
@@ -112,47 +103,6 @@ def test_the_node_that_runs() -> None:
         y = x.exp().sin().sigmoid()
     y.sum().backward()
     assert calls == [None, first + 2, first + 1, first]
-
-
-def test_versions_count_changes_in_place() -> None:
-    x = torch.zeros(4)
-    before = torch_internals.version_of(x)
-    x.add_(1)
-    assert torch_internals.version_of(x) == before + 1
-    with torch.inference_mode():
-        assert torch_internals.version_of(torch.zeros(4)) == 0
-
-
-def test_functions_are_hidden_from_modes() -> None:
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    x = torch.zeros(4)
-    with Mode():
-        with torch_internals.without_torch_function():
-            x.neg()
-        assert not seen
-        x.neg()
-    assert len(seen) == 1
-
-
-def test_operators() -> None:
-    add, add_ = torch.ops.aten.add, torch.ops.aten.add_.Tensor
-    assert torch_internals.is_operator(add) and torch_internals.is_operator(add_)
-    assert not torch_internals.is_operator(torch.add)
-    assert torch_internals.schema_name(add.Tensor) == "aten::add"
-
-
-def test_modules_hold_what_is_put_into_them() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    child = nn.ReLU()
-    torch_internals.modules_in(model)["1"] = child
-    assert model[1] is child
-    assert torch_internals.uncompiled(torch.compile(child)) is child and torch_internals.uncompiled(child) is child
 
 
 def test_plain_models_run_uncompiled_and_no_part_twice() -> None:
