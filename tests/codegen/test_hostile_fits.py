@@ -115,8 +115,10 @@ def test_every_text_of_every_record(name):
     assert ("name",) in paths
     assert ("activation", "expression") in paths
     accepted = 0
-    for path in paths:
-        for text in HOSTILE:
+    for i, path in enumerate(paths):
+        for text in (
+            HOSTILE[i % 10 :: 10] if path[-1] is None else HOSTILE
+        ):  # any key that is none is refused as such
             try:
                 fit = from_json(json.dumps(changed(record, path, text)))
             except UsageError as error:

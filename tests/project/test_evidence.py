@@ -1,4 +1,4 @@
-"""benchmarks/evidence: its data, its gradients, that a run goes on, and the numbers of docs/antibody.md."""
+"""benchmarks/evidence: that a run goes on, and the numbers of docs/antibody.md."""
 
 from __future__ import annotations
 
@@ -45,15 +45,6 @@ def model() -> nn.Module:
     torch.manual_seed(0)
     made = antibodies.bert({**TINY, "initializer_range": 0.5})
     return made.eval()
-
-
-# Data
-
-
-# Gradients
-
-
-# Runs
 
 
 def test_runs_go_on(model: nn.Module, tmp_path: Path) -> None:
