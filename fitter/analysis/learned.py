@@ -66,8 +66,6 @@ class Number:
             self.start == 0 or SMALLEST_SINGLE <= abs(self.start) <= LARGEST_SINGLE
         ):
             raise UsageError(f"{what}: expected a start that float32 holds, got {quote(self.start)}")
-        if not isinstance(self.channel, bool):
-            raise UsageError(f"{what}: channel: expected true or false, got {quote(self.channel)}")
 
 
 def _taken(name: object) -> str | None:

@@ -103,7 +103,7 @@ def fit(
         The fit.
 
     Raises:
-        UsageError: bits, objective, restarts or seed are out of range, or f has no such mixture.
+        UsageError: bits, objective or restarts are out of range, or f has no such mixture.
 
     Warns:
         FitWarning: floating point fails on the formula, see `float_check.problem`.
@@ -155,8 +155,6 @@ def mixture(
         raise UsageError(f"objective: expected {' or '.join(OBJECTIVES)}, got {quote(objective)}")
     if not 0 <= restarts <= 1000:
         raise UsageError(f"restarts: expected 0 to 1000, got {quote(restarts)}")
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"seed: expected 0 to 4294967295, got {quote(seed)}")
     left, right = asymptotes(activation)
     count = 2**bits - 1
     jumps = [point.at for point in activation.breakpoints() if point.kind == "jump"]

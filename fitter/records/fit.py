@@ -265,12 +265,7 @@ class InvertedFit(Fit):
             code: of their x, same shape.
             dtype: the storage dtype, one of `DTYPES`.
 
-        Raises:
-            UsageError: another dtype.
-
         """
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, got {quote(dtype)}")
         y, code = np.broadcast_arrays(np.asarray(y, dtype=np.float32), code)
         derivative = np.full(y.shape, np.nan, dtype=np.float32)
         for s, approximant in enumerate(self.approximants[dtype]):

@@ -16,7 +16,6 @@ from fitact.fitter.numerics import DIGITS, Weight, of_counts
 from .validate import check_keys, check_numbers, readable, text
 from .validate import read as read_as
 
-MOST_SITES = 10_000
 LONGEST = 500  # characters of a path
 # The weight of a site: TAIL of it is Student's t with FREEDOM degrees and the data's mean and deviation. Its tails
 # fall as a power of x, so that what was not seen counts too.
@@ -184,6 +183,4 @@ def from_json(source: str) -> Calibration:
     check_keys("the record", record, ("schema", "sites"))
     readers = {Weight: lambda value, what: Weight(text(value, what))}
     sites: tuple[Site, ...] = read_as(tuple[Site, ...], record["sites"], "sites", readers)
-    if len(sites) > MOST_SITES:
-        raise UsageError(f"sites: expected at most {MOST_SITES} objects, got {len(sites)}")
     return Calibration(sites)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
@@ -354,15 +353,6 @@ def test_examples_of_the_help_run(name: str, run: Command, monkeypatch: pytest.M
         assert status == 0, f"{example}: {err}"
 
 
-def test_as_a_module() -> None:
-    arguments = ["fit", "--fn", "__import__('os')", "--bits", "1", "--name", "a"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fitact", *arguments], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("fitact: activation ")
-
-
 def test_show_catalog(run: Command) -> None:
     _, out, _ = run("show")
     for name in CATALOG:
@@ -407,11 +397,3 @@ def test_show_fits_side_by_side(run: Command) -> None:
     assert one.split()[:3] == ["tanh_fewbit1", "1", "0.1583998"]
     assert two.split()[:3] == ["tanh_fewbit2", "2", "0.0319104"]
     assert float(one.split()[3]) == pytest.approx(0.1583998**0.5, rel=1e-6)
-
-
-def test_values_given_twice_are_measured_once(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "my_models", raising=False)
-    put("my_models.py", MODEL)
-    status, out, _ = run("memory my_models:tiny --no-compiler --bits 2 --bits 2")
-    assert status == 0
-    assert len(re.findall(r"^fewbit, 2 bits ", out, re.MULTILINE)) == 1

@@ -159,8 +159,6 @@ def test_cells():
         ("1e38*x", None, None, "derivative is 1e.38 at x = "),
         ("1e38*softsign(x)", None, (-0.1, 0.1), "smaller domain"),
         ("gelu", 0, None, "use --bits 1"),
-        ("gelu", 5, None, "bits: expected 0 to 4, got 5"),
-        ("gelu", True, None, "bits: expected 0 to 4, got True"),
         ("gelu", 1, (1, 1), "domain: expected two increasing numbers"),
         ("sin(x)", None, (-40, 40), "take 5 bits to tell apart"),
     ],
@@ -173,8 +171,6 @@ def test_refusals(text, bits, domain, message):
 
 def test_evaluation():
     fit = fitted("gelu")
-    with pytest.raises(UsageError, match="dtype: expected one of bfloat16, float16, float32, got 'float64'"):
-        fit.evaluate(np.zeros(1), np.zeros(1, dtype=int), "float64")
     x = np.array([[-np.inf, -1e30, -5.0], [np.inf, 1e30, np.nan]])
     assert fit.code(x).tolist() == [[0, 0, 0], [1, 1, 0]]
     for dtype in DTYPES:
