@@ -34,6 +34,7 @@ from .pictures import save as save
 from .reports import Bars as Bars
 from .reports import Shown as Shown
 from .text import LISTED as LISTED
+from .text import binary as binary
 from .text import columns as columns
 from .text import few as few
 from .text import near as near

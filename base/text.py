@@ -34,10 +34,15 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
 
 
+def binary(count: int) -> str:
+    """Return bytes with three digits, in GiB or, below a tenth of it, in MiB."""
+    return f"{three(count / 2**30)} GiB" if count >= 2**30 // 10 else f"{three(count / 2**20)} MiB"
+
+
 def near(name: str, known: Sequence[str]) -> str:
     """Return the end of a message about an unknown name: the known names near it, or some if none is."""
     close = difflib.get_close_matches(name, known, LISTED)
-    return f"; near it are {', '.join(close)}" if close else f"; there are {few(known)}"
+    return f"; near it are {', '.join(close)}" if close else f"; there are {few(known)}" if known else ""
 
 
 def printable(text: str) -> str:

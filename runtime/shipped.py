@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from torch import nn
 
-from fitact.base import UsageError, integer, quote
+from fitact.base import UsageError, integer, near, quote
 from fitact.runtime.kernels import sources
 
 
@@ -33,7 +33,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
         An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_output`.
 
     Raises:
-        UsageError: no such activation is shipped (the message lists those that are), or `bits` is not a valid
+        UsageError: no such activation is shipped (the message names some that are), or `bits` is not a valid
             number of bits or the method saves none.
 
     """
@@ -49,8 +49,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
     fit = next((fit for fit in wanted if fit in there), None)
     if fit is None:
         raise UsageError(
-            f"no activation {quote(wanted[0])} is shipped: there are {', '.join(there)}; "
-            "make others with fitact fit"
+            f"no activation {quote(wanted[0])} is shipped{near(wanted[0], there)}; make others with fitact fit"
         )
     module = import_module(f"fitact.generated.{fit}")
     kind = next(

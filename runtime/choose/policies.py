@@ -193,15 +193,15 @@ def revert(model: nn.Module) -> Conversion:
 
     """
     model = inner(model)
-    checkpoints = _detached(model, "checkpointed", CHECKPOINT)
+    checkpoints = _detached(model, "checkpoint", CHECKPOINT)
     replacements = revert_replacements(model)
-    return Conversion((*checkpoints, *replacements, *_detached(model, "saving", CONTEXT)))
+    return Conversion((*checkpoints, *replacements, *_detached(model, "context", CONTEXT)))
 
 
-def _detached(model: nn.Module, before: str, what: str) -> list[SiteRecord]:
+def _detached(model: nn.Module, name: str, what: str) -> list[SiteRecord]:
     """Let all modules run without their contexts or checkpoints, and return what was done."""
     return [
-        SiteRecord(path, "module", before, type(module).__name__)
+        SiteRecord(path, "module", type(module).__name__, f"no {name}")
         for path, module in model.named_modules()
         if detach(module, what)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fitact.base import columns
+from fitact.base import binary, columns
 
 if TYPE_CHECKING:
     from .compare import Report
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 KIB = 2**10
 MIB = 2**20
-GIB = 2**30
 
 
 def lines(report: Report, *, exact: bool = False) -> list[str]:
@@ -58,7 +57,7 @@ def _fixed(report: Report) -> str:
         "gradients": report.gradient_bytes,
         report.optimizer: report.optimizer_bytes,
     }
-    parts = " + ".join(f"{count / GIB:.2f} GiB {name}" for name, count in fixed.items() if count)
+    parts = " + ".join(f"{binary(count)} {name}" for name, count in fixed.items() if count)
     return f"peak: of a training step, with {parts}"
 
 

@@ -153,6 +153,8 @@ def _add_lora(model: nn.Module, layers: Sequence[str], rank: int) -> None:
     if tuple(layers) == ("all",):
         blocks = [name for name, _ in blocks_of(model)]
         targets = [name for name in linear if any(not b or name.startswith(f"{b}.") for b in blocks)]
+        if not targets:
+            raise UsageError("'all': no block has a linear layer to adapt")
     else:
         targets = []
         for layer in layers:

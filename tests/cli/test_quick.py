@@ -56,6 +56,8 @@ memory --hf llama --set num_layers=2 -> its configuration has no 'num_layers'; n
 memory --hf llama --set num_hidden_layers -> expected NAME=VALUE
 memory --hf llama --set 'hidden_size=[[[[' -> expected a word or a literal
 memory --hf llama --lora q_porj,v_proj -> 'q_porj': llama has no linear layer of that name; near it are q_proj
+memory --hf gemma3 --lora q_porj -> 'q_porj': gemma3 has no linear layer of that name; near it are q_proj
+memory --hf clip_text_model --lora q_porj -> 'q_porj': clip_text_model has no linear layer of that name
 plan --hf gpt2 --gib 24 --lora c_attn,q_proj -> --lora 'q_proj': gpt2 has no linear layer
 memory --timm resnet999 -> no model 'resnet999'; near it are resnet50
 memory --timm resnet18.a9_in1k -> no weights 'a9_in1k'; near it are a3_in1k

@@ -405,7 +405,7 @@ def test_turning_back() -> None:
     other.load_state_dict(model.state_dict())
     assert equal(step(model)[1], step(other)[1]) and hooks == [1]
     (site,) = fitact.revert(model)
-    assert (site.name, site.before, site.after) == ("", "saving", "Model")
+    assert (site.name, site.before, site.after) == ("", "Model", "no context")
     assert type(model) is Model and not [name for name in vars(model) if "fitact" in name]
     assert not fitact.revert(model).sites
 

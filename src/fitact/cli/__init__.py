@@ -29,11 +29,11 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Start with:  fitact fit --fn gelu --bits 3  &&  fitact codegen  &&  fitact plot",
+    epilog="Start with:  fitact fit --fn gelu --bits 3,  or  fitact memory --hf gpt2",
 )
 @click.version_option(package_name="fitact", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Make PyTorch activations that save a few bits per element for backward."""
+    """Train PyTorch models in less memory: measure and plan them, fit and generate activations."""
 
 
 for _command in (calibrate.calibrate, codegen.codegen, fit.fit, memory.memory, plan.plan, plot.plot, show.show):

@@ -31,7 +31,7 @@ from .options import FILE, progress, say
     help="Where to write; ends in .json.",
 )
 def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, output: Path) -> None:
-    """Run a model and write what goes into its activations, as weights for fits.
+    """Write what goes into a model's activations, as weights for fits.
 
     MODULE:CALLABLE is a function of yours that returns a model and its inputs: a tensor, a tuple or list of
     positional or a dictionary of named arguments; or a model and several such batches, as a generator or a

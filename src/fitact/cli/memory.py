@@ -210,7 +210,7 @@ def memory(
     output: Path | None,
     picture: Path | None,
 ) -> None:
-    """Measure what a model saves for backward, and what each method and baseline would save.
+    """Measure what a model saves for backward, with each method.
 
     The model and its inputs are built without memory, and nothing is downloaded. MODULE:CALLABLE is a function of
     yours that returns a model and its inputs; it may take batch and seq.

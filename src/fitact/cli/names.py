@@ -79,21 +79,22 @@ def check_model(kind: str, sizes: Iterable[str]) -> None:
 def check_layers(kind: str, layers: Iterable[str]) -> None:
     """Raise UsageError if the source of a model type surely names no layer so.
 
-    A source that takes layers from other files, or computes their names, tells nothing.
+    A model that takes layers from other files, or computes their names, is asked less: whether any model's source
+    has the name, without a number at its end.
     """
     root = installed("transformers")
     own = "\n".join(map(_text, sorted((root / "models" / kind.replace("-", "_")).glob("modeling_*.py"))))
     elsewhere = r"^from \.{1,2}(?!configuration_|modeling_)\w|AutoModel|add_module|setattr"
-    if own and not re.search(elsewhere, own, re.MULTILINE):
-        shared = "modeling_layers", "modeling_utils", "time_series_utils"
-        text = own + "".join(_text(root / f"{name}.py") for name in shared)
-        for layer in layers:
-            name = layer.rpartition(".")[2]
-            if not name.isdecimal() and not re.search(rf"\b{re.escape(name)}\b", text):
-                linear = list(dict.fromkeys(re.findall(r"self\.(\w+) = (?:nn\.Linear|Conv1D)\(", own)))
-                raise UsageError(
-                    f"--lora {quote(layer)}: {kind} has no linear layer of that name{near(name, linear)}"
-                )
+    tells = own and not re.search(elsewhere, own, re.MULTILINE)
+    shared = "modeling_layers", "modeling_utils", "time_series_utils"
+    files = [root / f"{name}.py" for name in shared] if tells else (root / "models").glob("*/modeling_*.py")
+    text = own + "".join(map(_text, files)) + (_timm() if "ackbone" in own and find_spec("timm") else "")
+    for layer in layers:
+        name = layer.rpartition(".")[2]
+        there = re.search(rf"\b{re.escape(name)}\b", text) if tells else name.rstrip("0123456789") in text
+        if not name.isdecimal() and not there:
+            linear = list(dict.fromkeys(re.findall(r"self\.(\w+) = (?:nn\.Linear|Conv1D)\(", own)))
+            raise UsageError(f"--lora {quote(layer)}: {kind} has no linear layer of that name{near(name, linear)}")
 
 
 def check_timm(name: str) -> None:

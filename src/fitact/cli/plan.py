@@ -83,10 +83,11 @@ def plan(
     output: Path | None,
     picture: Path | None,
 ) -> None:
-    """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
+    """Plan how to train each block, so that a step fits a memory.
 
-    Each block may be left as it is, save less, offload, or be checkpointed, fully or selectively. The model and
-    its inputs are built without memory, and nothing is downloaded. Time is predicted by a model of the device.
+    Each block may be left as it is, save less, offload, or be checkpointed, fully or selectively. Of the
+    plans that fit, the fastest is chosen; time is predicted by a model of the device. The model and its inputs are
+    built without memory, and nothing is downloaded.
     MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may take batch and seq. If no
     plan fits, the command says what a step takes at least, writes no plan, and exits with status 1.
 

@@ -10,7 +10,20 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fitact.base import Bars, Shown, UsageError, columns, number, quote, read_text, record_of, three, whole, write
+from fitact.base import (
+    Bars,
+    Shown,
+    UsageError,
+    binary,
+    columns,
+    number,
+    quote,
+    read_text,
+    record_of,
+    three,
+    whole,
+    write,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,10 +180,8 @@ def sentence(plan: Plan) -> str:
     from fitact.runtime.saving import ERRORS
 
     if not plan.fits:
-        rest = _gib(plan.fixed + plan.gradients)
-        return (
-            f"does not fit: a step takes at least {_gib(plan.peak)}, {rest} of it weights, gradients and optimizer"
-        )
+        least, rest = binary(plan.peak), binary(plan.fixed + plan.gradients)
+        return f"does not fit: a step takes at least {least}, {rest} of it weights, gradients and optimizer"
     used = [POLICIES[group.policy] for group in plan.groups]
     wide = max(used, key=lambda policy: ERRORS.index(policy.error))
     if all(group.policy == "baseline" for group in plan.groups):
@@ -207,19 +218,19 @@ def _lines(plan: Plan) -> Iterator[str]:
         rows = [(group.policy, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
         yield from columns(rows, "<><")
         yield ""
-    yield f"peak of a step {_gib(plan.peak)}, baseline {_gib(plan.baseline_peak)}"
+    yield f"peak of a step {binary(plan.peak)}, baseline {binary(plan.baseline_peak)}"
     yield (
-        f"of it {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} gradients, "
-        f"{_gib(plan.saved)} saved for backward at the end of forward"
+        f"of it {binary(plan.fixed)} parameters and optimizer, {binary(plan.gradients)} gradients, "
+        f"{binary(plan.saved)} saved for backward at the end of forward"
     )
     if plan.groups:
         yield (
             f"{three(1e3 * plan.seconds)} ms a step, baseline {three(1e3 * plan.baseline_seconds)} ms; "
             f"recomputed: {three(plan.flops_again / 1e12)} TFLOP of products; "
-            f"moved again: {_gib(plan.traffic_again)}"
+            f"moved again: {binary(plan.traffic_again)}"
         )
     if plan.host:
-        yield f"offloaded to the host: {_gib(plan.host)} of pinned memory, of {plan.host_gib:g} GiB"
+        yield f"offloaded to the host: {binary(plan.host)} of pinned memory, of {plan.host_gib:g} GiB"
     if plan.points:
         yield ""
         yield from table(plan.points, plan.baseline_seconds)
@@ -230,7 +241,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 def table(points: Sequence[Point], baseline: float) -> list[str]:
     """Return the lines of a table of points: memory against time."""
     head = ("", "gradients", "peak", "time, of baseline")
-    rows = [(p.name, p.error, _gib(p.peak), f"{three(100 * p.seconds / baseline)} %") for p in points]
+    rows = [(p.name, p.error, binary(p.peak), f"{three(100 * p.seconds / baseline)} %") for p in points]
     return columns([head, *rows], "<<>>")
 
 
@@ -238,10 +249,6 @@ def _span(blocks: Sequence[str]) -> str:
     if len(blocks) == 1:
         return blocks[0] or "the whole model"
     return f"{blocks[0]} to {blocks[-1]}"
-
-
-def _gib(count: int) -> str:
-    return f"{three(count / GIB)} GiB" if count >= GIB // 10 else f"{three(count / 2**20)} MiB"
 
 
 # --------------------------------------------------------------------------------------------------------- reading
