@@ -473,7 +473,7 @@ def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
 ROWS = [
     pytest.param(name, case, marks=_marks(name, case))
     for name in (*SMALL, *REAL)
-    for case in ({**CASES, **COMPILED, **ALONE} if name in SMALL else CASES)
+    for case in ({**CASES, **(COMPILED if name in QUICK else {}), **ALONE} if name in SMALL else CASES)
 ]
 
 
