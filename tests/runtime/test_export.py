@@ -74,7 +74,7 @@ def saved_and_loaded(program: Any, folder: Path) -> Any:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("name", full(LAYERS, QUICK))
+@pytest.mark.parametrize("name", full(LAYERS, (*QUICK, "inverted")))
 def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) -> None:
     """Saved and loaded again, too: outputs and gradients are eager's, of any size."""
     program = export(between_layers(name), torch.randn(6, 8), strict=strict, grad=grad)

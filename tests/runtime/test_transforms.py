@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -153,22 +152,7 @@ def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: 
     one.check_gradient(x, y, dy, dx)
 
 
-# ---------------------------------------------------------------------------------------------- export, the ops
-
-
-@each_kind
-def test_export(one: Generated) -> None:
-    function = one.function
-
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return function(x) + 1
-
-    rows = torch.export.Dim("rows", min=2)
-    for shapes in (None, {"x": {0: rows}}):
-        program = torch.export.export(Model(), (torch.randn(3, 4),), dynamic_shapes=shapes).module()
-        x = torch.randn(3 if shapes is None else 7, 4)
-        assert same(program(x), one.baseline(x) + 1)
+# ------------------------------------------------------------------------------------------------------ the ops
 
 
 @kinds(*QUICK, "own_inverted")
