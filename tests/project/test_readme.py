@@ -340,7 +340,7 @@ def test_times_in_the_context() -> None:
     assert f"takes {min(longer):.0f} to {max(longer):.0f} % longer" in flat()
     gated, linear = (results["microseconds"][label]["ratio"] for label in ("LayerNorm, SwiGLU", "linear"))
     assert f"takes {gated:.1f} times as long with it" in flat()
-    assert f"of which nothing can be saved, {linear:.1f} times" in flat()
+    assert f"where nothing can be saved, {linear:.1f} times" in flat()
 
 
 @pytest.mark.full
