@@ -354,34 +354,24 @@ def test_brute_force_over_three_knots_finds_nothing_better(name, objective):
 NO_LINE = "a mixture of ReLUs is a straight line"
 REFUSED = [
     *((text, bits, NO_LINE) for text in ("x**2", "relu2", "sin(x)", "exp", "log(1 + x**2)") for bits in (1, 2)),
-    ("x + sin(x)", 2, NO_LINE),
     ("x*sin(x)", 2, NO_LINE),
     ("asinh(x)", 2, NO_LINE),
     ("sqrt(x)", 2, NO_LINE),
     ("tanh", 1, "its asymptotes are parallel"),
-    ("sigmoid", 1, "its asymptotes are parallel"),
-    ("hardtanh", 1, "its asymptotes are parallel"),
     ("x + exp(-x**2)", 1, "its asymptotes are parallel"),
     ("hardshrink", 2, "it jumps at x = -0.5"),
-    ("threshold", 2, "it jumps at x = 1"),
     ("where(x<0, 0.1*x-1, 2*x+3)", 2, "it jumps at x = 0"),
-    ("sign(x)", 2, "it jumps at x = 0"),
     ("where(x > 1, silu(x), silu(x) + 0.25)", 3, "it jumps at x = 1"),
     ("x + (1 + x**2)**(-0.2)", 2, "too slowly"),
     ("relu(x) + (1 + relu(-x))**(-0.4)", 2, "as x tends to -infinity it nears its asymptote too slowly"),
     ("relu(x) + (1 + relu(x))**(-0.4)", 2, "as x tends to +infinity it nears its asymptote too slowly"),
-    ("gelu", 0, "bits: expected 1, 2, 3 or 4"),
-    ("gelu", 5, "bits: expected 1, 2, 3 or 4"),
-    ("gelu", True, "bits: expected 1, 2, 3 or 4"),
 ]
 
 
 @pytest.mark.parametrize(("text", "bits", "reason"), REFUSED)
 def test_refused(text, bits, reason):
     message = refused(relumix.fit, Activation.of(text), bits, "a_fit")
-    assert reason in message
-    if "bits: expected" not in reason:
-        assert message.startswith("activation '")
+    assert reason in message and message.startswith("activation '")
 
 
 @pytest.mark.parametrize(
