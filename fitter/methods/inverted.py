@@ -159,10 +159,12 @@ def cells(
     The cells increase, without gaps, and are at most 2^bits.
 
     Raises:
-        UsageError: the domain is out of range; f is undefined or f′ is infinite somewhere in the domain; or
+        UsageError: bits or domain are out of range; f is undefined or f′ is infinite somewhere in the domain; or
             there are more intervals than bits can tell.
 
     """
+    if bits is not None and (type(bits) is not int or bits not in range(MAX_BITS + 1)):
+        raise UsageError(f"bits: expected 0 to {MAX_BITS}, got {quote(bits)}")
     low, high = (-REALS, REALS) if domain is None else map(float, domain)
     if not -REALS <= low < high <= REALS:
         raise UsageError(f"domain: expected two increasing numbers in the range of float32, got {quote(domain)}")
