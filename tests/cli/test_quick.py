@@ -50,6 +50,7 @@ memory -> memory takes one model
 memory --hf llama --timm resnet18 -> memory takes one model
 memory --hf lama -> no model type 'lama'; near it are llama
 memory --hf meta-llama/Llama-3.1-8B -> that of a checkpoint is in its config.json
+memory --hf bert-base-uncased -> that of a checkpoint is in its config.json
 memory --hf llama --lora '' -> --lora: expected names of linear layers
 memory my_models.py:tiny -> expected MODULE:CALLABLE
 memory --hf llama --set num_layers=2 -> its configuration has no 'num_layers'; near it are num_hidden_layers

@@ -64,7 +64,8 @@ def check_model(kind: str, sizes: Iterable[str]) -> None:
     """Raise UsageError if transformers has no such model type, or its configuration no such size."""
     if known := model_types():
         if kind not in known:
-            hint = "; that of a checkpoint is in its config.json" if "/" in kind else near(kind, [*known])
+            checkpoint = "/" in kind or any(kind.startswith(f"{one}-") for one in known)
+            hint = "; that of a checkpoint is in its config.json" if checkpoint else near(kind, [*known])
             raise UsageError(f"transformers has no model type {quote(kind)}{hint}")
         folder = installed("transformers") / "models" / kind.replace("-", "_")
         text = "\n".join(map(_text, sorted(folder.glob("configuration_*.py"))))
