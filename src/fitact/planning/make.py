@@ -332,20 +332,18 @@ class Planner:
 
     def _chosen(self, error: str, room: int) -> tuple[list[Group], StepCost]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
-        problem = Problem(self.costs, error, self.host)
+        allowed, hosts = ERRORS[: ERRORS.index(error) + 1], dict.fromkeys((0, self.host))
         answered: Answered | None = None
-        for smaller in (*ERRORS[: ERRORS.index(error)], error):  # a larger error has to pay
-            found = self._within(Problem(self.costs, smaller, self.host), room)
+        for problem in (Problem(self.costs, some, host) for some in allowed for host in hosts):
+            found = self._within(problem, room)
             if found is not None and (answered is None or _quicker(found[1], answered[1])):
-                answered = found
-        problems = [problem, *[Problem(self.costs, error)] * bool(self.host)]  # memory in flight may leave no room
-        if answered is None and self.host:
-            answered = self._within(problems[1], room)
+                answered = found  # a larger error and memory of the host have to pay
+        problems = [Problem(self.costs, error, host) for host in hosts]  # memory in flight may leave no room
         if answered is None:
             frugal = [self._done(problem, problem.frugal()) for problem in problems]
             answered = min(frugal, key=lambda both: both[1].peak)
         for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
-            less = self._within(problem, answered[1].peak - 1) if answered[1].peak > room else None
+            less = self._within(problems[-1], answered[1].peak - 1) if answered[1].peak > room else None
             if less is None:
                 break
             answered = less
