@@ -19,7 +19,7 @@ MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
 CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
 MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
-# Constants and functions of the language, in the order of `atoms`, which has what they stand for.
+# Constants and functions of the language, in the order of `atoms`, which has what they mean.
 NAMES = [
     *("pi", "e", "where", "exp", "expm1", "log", "log1p", "sigmoid", "softplus", "sinh", "cosh", "tanh", "sech2"),
     *("tsech2", "logcosh", "asinh", "sin", "cos", "tan", "atan", "erf", "erfc", "hypot1", "isru", "squareplus"),

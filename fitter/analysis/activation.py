@@ -108,7 +108,7 @@ class Activation(Formula):
 
     @classmethod
     def of(cls, text: str, parameters: Mapping[str, float] | None = None) -> Activation:
-        """Return the activation that a name of the catalog or an expression in `x` stands for.
+        """Return the activation that a name of the catalog or an expression in `x` means.
 
         Raises:
             UsageError: neither, or a parameter that the catalog's entry does not have.

@@ -38,7 +38,7 @@ class Gate(Formula):
 
     @classmethod
     def of(cls, text: str) -> Gate:
-        """Return the gate that a name or a product stands for."""
+        """Return the gate that a name or a product means."""
         if text in GATES:
             return cls(text, GATES[text])
         if not is_gate(text):

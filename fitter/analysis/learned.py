@@ -114,7 +114,7 @@ class Learned(Formula):
 
     @classmethod
     def of(cls, text: str, numbers: Mapping[str, tuple[float, bool]]) -> Learned:
-        """Return what a name of `LEARNED` or a formula stands for.
+        """Return what a name of `LEARNED` or a formula means.
 
         The learned parameters are by name, each with its start and whether every channel has its own; for a name
         of `LEARNED`, those that differ.

@@ -26,7 +26,7 @@ from fitact.fitter.syntax import MAX_DEPTH, Syntax, unknown
 from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, depth, exp, log, raised, sizes, x
 from .exact import value
 
-MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
+MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max are short for formulas that repeat theirs
 MAX_PARTS = 5000  # of f″ written out, the bound on the work that a formula takes; the literature's longest has 600
 MAX_NESTED = 30  # of SymPy's tree: its functions call themselves
 MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow

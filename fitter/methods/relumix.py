@@ -1,4 +1,4 @@
-"""ReLU mixtures: the broken line nearest to f, whose slopes stand for f′.
+"""ReLU mixtures: the broken line nearest to f, whose slopes take the place of f′.
 
 Yang et al., *Reducing Fine-Tuning Memory Overhead by Approximate and Memory-Sharing Backpropagation*, ICML 2024,
 arXiv 2406.16282 (Approx-BP; ReGELU2 and ReSiLU2 are its mixtures for GELU and SiLU at 2 bits). Over knots c and
@@ -103,7 +103,7 @@ def fit(
         The fit.
 
     Raises:
-        UsageError: bits, objective or restarts are out of range, or f has no such mixture.
+        UsageError: bits, objective, restarts or seed are out of range, or f has no such mixture.
 
     Warns:
         FitWarning: floating point fails on the formula, see `float_check.problem`.
@@ -155,6 +155,8 @@ def mixture(
         raise UsageError(f"objective: expected {' or '.join(OBJECTIVES)}, got {quote(objective)}")
     if not 0 <= restarts <= 1000:
         raise UsageError(f"restarts: expected 0 to 1000, got {quote(restarts)}")
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"seed: expected 0 to 4294967295, got {quote(seed)}")
     left, right = asymptotes(activation)
     count = 2**bits - 1
     jumps = [point.at for point in activation.breakpoints() if point.kind == "jump"]

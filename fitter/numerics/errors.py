@@ -93,7 +93,7 @@ def check_seen(activation: Activation, edges: Array, corners: Array) -> None:
 
 
 def snapped(borders: Array, corners: Array) -> Array:
-    """Return the borders, and move those that stand for a corner of f′ onto it.
+    """Return the borders, and move those beside a corner of f′ onto it.
 
     A border may be the float32 beside a corner, if the corner is no float32 or belongs to the upper side. No
     float32 lies between the two, so the gap causes no error.

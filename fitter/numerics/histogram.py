@@ -107,7 +107,7 @@ def of_counts(edges: Sequence[float], counts: Sequence[int]) -> Histogram:
     last = int(np.searchsorted(sums, total))  # and the one above the largest
     near = np.unique(np.clip(np.searchsorted(sums, wanted), first, last))
     near = np.union1d(near, [first, last])
-    # a cell of the fine histogram with so many of the values stands alone: they may be one value
+    # a cell of the fine histogram with that share of the values stands alone: they may be one value
     heavy = np.flatnonzero(np.diff(sums) * cells >= 2 * total)
     near = np.union1d(near, np.concatenate([heavy, heavy + 1]))
     rounded = [float(f"{edge:.{DIGITS}g}") for edge in fine[near]]

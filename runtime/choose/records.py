@@ -167,6 +167,7 @@ def _large(modules: Sequence[ModuleRecord]) -> tuple[str, list[ModuleRecord]]:
     large, rest = modules[:ROWS], modules[ROWS:]
     steps = zip(*(module.name.split(".")[:-1] for module in large), strict=False)
     inside = [step[0] for step in takewhile(lambda step: len({*step}) == 1, steps)]
+    inside = [] if {*inside} == {"*"} else inside
     rows = [replace(module, name=".".join(module.name.split(".")[len(inside) :])) for module in large]
     if rest:
         sums = (sum(getattr(module, name) for module in rest) for name in ("count", "before", "after"))

@@ -38,6 +38,7 @@ from .storage import (
     Mark,
     Small,
     Stored,
+    free_passed,
     is_dense,
     is_leaf,
     is_parameter,
@@ -359,6 +360,7 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
+    free_passed()
     return saved.unpack()
 
 
@@ -399,7 +401,9 @@ def set_recompute(
         return None
     with without_torch_function():
         storage = output.untyped_storage()
-        if not version and args and isinstance(args[0], Tensor) and args[0].untyped_storage() is storage:
+        first: Any = args[0] if args else None
+        strided = not version and isinstance(first, Tensor) and first.layout is torch.strided
+        if strided and first.untyped_storage() is storage:
             return None  # a view
         try:
             recompute = Recompute(function, args, kwargs, output, capture.hooks, capture.autocast, version)

@@ -175,7 +175,6 @@ class Made(ABC):
         """Return the tensor to one reader."""
         tensor = self._made
         if tensor is None:
-            free_passed()
             tensor = self._make()
             self._left = self._left or self.readers
             if self._left > 1:

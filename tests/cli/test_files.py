@@ -244,3 +244,12 @@ def test_an_error_that_is_infinite_names_the_formula() -> None:
     error = dict.fromkeys(fit.error, 0.0) | {next(iter(fit.error)): math.inf}
     with pytest.raises(UsageError, match=r"error\.\w+ of 'tanh\(x\)': expected a finite number, got inf"):
         replace(fit, error=error)
+
+
+def test_the_user_s_mask_holds(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "a", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

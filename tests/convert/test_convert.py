@@ -1021,6 +1021,34 @@ def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
     assert nothing is not None and nothing.error is None and nothing.note
 
 
+class Named(nn.Module):
+    """An activation of one's own, called by the name that it gives to its input."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.gelu(hidden)
+
+
+class NamedCall(Holds):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(hidden=self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize("method", ["fewbit", "inverted"])
+def test_own_activations_are_called_by_their_names(method: str) -> None:
+    model, x = NamedCall(Named()), torch.randn(512, 16)
+    baseline, original = model(x), model.act
+    for inputs in (None, x):
+        (site,) = fitact.convert(model, method, example_inputs=inputs).replaced
+        assert site.before == "Named"
+        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            torch.testing.assert_close(one(x), baseline, rtol=0, atol=0)
+        with pytest.raises(TypeError, match=r"Named\.forward"):
+            model.act(x=x)
+        fitact.revert(model)
+        assert model.act is original
+
+
 class MayTakeMore(nn.Module):
     """What looks like GELU if it is called with its input alone."""
 

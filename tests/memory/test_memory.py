@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -933,3 +933,16 @@ def test_progress_is_told() -> None:
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         measure(models_reference.gelu_mlp, **given)
+
+
+def test_a_class_of_a_user_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its file has all that a generated module has."""
+    module = ModuleType("of_a_user")
+    monkeypatch.setitem(sys.modules, "of_a_user", module)
+    text = "import torch\nfrom fitact.generated.gelu_fewbit3 import *\n"
+    text += "from fitact.generated.gelu_fewbit3 import _KEY\n__all__ = ['Net', 'gelu_fewbit3']\n"
+    text += "class Net(torch.nn.Module):\n"
+    text += "    def forward(self, x):\n        return torch.nn.functional.linear(x, self.weight)\n"
+    exec(text, vars(module))
+    model = nn.Sequential(module.Net(), nn.GELU())
+    assert [site.name for site in fitact.convert(model, "fewbit", dry_run=True)] == ["1"]

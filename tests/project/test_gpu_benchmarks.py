@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from benchmarks.gpu.variants import VARIANTS
 from tests.conftest import ROOT
 from tests.support.compilers import needs_compiler
 
-COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning", "default::UserWarning")  # of peft and others
 Rows = list[dict[str, Any]]
 

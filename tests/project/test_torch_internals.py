@@ -69,6 +69,12 @@ def private_parts(text: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+def test_private_parts_are_seen() -> None:
+    lines = "import torch._dynamo", "x = tensor._version", "x = vars(module)['_forward_hooks']"
+    assert [len([*private_parts(line)]) for line in lines] == [1, 1, 1]
+    assert not [*private_parts("from .torch_internals import storage_id")]
+
+
 @pytest.mark.parametrize("name", sorted(set(modules()) - HOMES))
 def test_no_private_parts_elsewhere(name: str) -> None:
     assert set(modules()) > HOMES

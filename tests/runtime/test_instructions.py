@@ -1,4 +1,4 @@
-"""The compiled kernels cost no more than benchmarks/results/instructions.json says."""
+"""The compiled kernels cost no more than benchmarks/results/instructions.json says; and how that is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from benchmarks.kernels import instructions, resources  # noqa: E402
-from tests.support.instructions import TARGETS, Kernel, measure  # noqa: E402
+from tests.support.instructions import TARGETS, Kernel, Work, count, full_tile, measure, nvidia  # noqa: E402
 
 TABLE: dict[str, Any] = json.loads(instructions.RESULTS.read_text())
 QUICK = [
@@ -71,3 +71,62 @@ def test_a_quotient_takes_fewer_instructions_than_powers_and_exponentials() -> N
     modules = ("gelu_inverted1", "gelu_inverted_published")
     fitted, published = measure([(Kernel.of(module, "backward"), "bf16") for module in modules], "sm_90")
     assert fitted.instructions < published.instructions
+
+
+# 32 elements of 4 bytes, 4 of them a trip, and 4 bytes of codes
+WORK = Work(elements=32, reads=4, writes=4, reads_once=4)
+START = """
+.text.kernel:
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/                   LDG.E R1, desc[UR4][R2.64] ;
+        /*0020*/                   ISETP.GE.AND P0, PT, R0, R3, PT ;
+        /*0030*/               @P0 BRA `(.L_x_2) ;
+"""
+ROW = """
+        /*0040*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0050*/                   FMUL R4, R4, R1 ;
+        /*0060*/              @!P1 FMUL R4, R4, R1 ;
+        /*0070*/                   NOP ;
+        /*0080*/                   CALL.REL.NOINC `($kernel$__internal_0_$__slowpath) ;
+        /*0090*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+"""
+LOOP = f"""
+.L_x_1:
+        {ROW}
+        /*00a0*/              @!P2 EXIT ;
+        /*00b0*/                   BRA `(.L_x_1) ;
+"""
+MASKED = """
+.L_x_2:
+        /*00c0*/                   MOV R8, RZ ;
+.L_x_3:
+        /*00d0*/              @!P0 LDG.E R4, desc[UR4][R2.64] ;
+        /*00e0*/                   FMUL R4, R4, R1 ;
+        /*00f0*/              @!P0 STG.E desc[UR4][R2.64], R4 ;
+        /*0100*/               @P3 BRA `(.L_x_3) ;
+        /*0110*/                   EXIT ;
+"""
+END = """
+        .type           $kernel$__internal_0_$__slowpath,@function
+$kernel$__internal_0_$__slowpath:
+        /*0120*/                   MUFU.RSQ R4, R4 ;
+        /*0130*/                   RET.REL.NODEC R20 `(kernel) ;
+.L_x_4:
+        /*0140*/                   BRA `(.L_x_4);
+        /*0150*/                   NOP;
+.L_x_5:
+"""
+
+
+def counted(text: str, work: Work = WORK) -> tuple[float, float]:
+    """Instructions of a full tile, all and outside of the loop, not over the elements."""
+    way, trips = full_tile(nvidia(text), work)
+    every, outside = count(way, trips, work)
+    return every * work.elements, outside * work.elements
+
+
+def test_what_is_counted() -> None:
+    """Eight trips through the loop and the four instructions before it; what does not do the work is refused."""
+    assert counted(START + LOOP + MASKED + END) == (4 + 8 * 7, 4)
+    with pytest.raises(ValueError, match=r"0 ways through the kernel do Work\(elements=32"):
+        counted(START + MASKED + END)

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fitact
+from fitact.runtime.saving import storage
 from tests.support.peak import peak_memory
 
 
@@ -145,6 +146,26 @@ def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
         found.append(peak_memory(partial(PARTS[part], model, x), model)["total"])
         x.grad = None
     assert found[1] <= found[0]
+
+
+@pytest.mark.usefixtures("by_counts_alone")
+def test_what_no_node_reads_is_not_held_below() -> None:
+    """Heads' second readers do not run, and nothing below them is recomputed."""
+    trunk = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    x = torch.randn(512, 64, requires_grad=True)
+    found: list[bool] = []
+
+    def note(_: Tensor) -> None:
+        there = [ref() for ref in storage._held.tensors]
+        found.append(any(made is not None and made._made is not None for made in there))
+
+    with fitact.saving():
+        gate = F.silu(trunk(x))
+        loss, unused = gate.square().sum(), gate.square().sum()
+    trunk[0].weight.register_hook(note)
+    loss.backward()
+    assert found == [False]
+    assert unused.requires_grad
 
 
 def test_peak_of_a_scan() -> None:

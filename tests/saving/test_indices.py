@@ -171,6 +171,6 @@ def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]]) 
         with around(), context:
             assert (x + x).sum(1, keepdim=True).is_sparse
             assert (torch.eye(3).long().to_sparse() // 2).is_sparse
-            y = torch.sparse.mm(x, w * 2)
+            y = torch.sparse.mm(x, w * 2) * x.sum()
         found.append(torch.autograd.grad(y.square().sum(), w)[0])
     assert not differences(*found)

@@ -68,6 +68,25 @@ def test_compiled() -> None:
         torch.compile(within, backend="aot_eager", fullgraph=True)(X)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+def test_compiled_alone() -> None:
+    """Alone, at most the activation is compiled, since PyTorch 2.14; nothing around it is compiled with it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    baseline, model = pair(MODELS["gate"])
+    for one, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
+        one.inner.zap.compile(backend=backend)
+        with context:
+            train(one, X.clone().requires_grad_())
+    calls = [[node.op for node in graph.graph.nodes].count("call_function") for graph in graphs]
+    assert calls in ([], [1, 1])
+
+
 def test_nothing_is_held_when_the_graph_is_gone() -> None:
     """An output that lives on holds nothing of what it could be recomputed from."""
     x = torch.randn(64, 16, requires_grad=True)

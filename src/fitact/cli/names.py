@@ -65,8 +65,9 @@ def check_model(kind: str, sizes: Iterable[str]) -> None:
     if known := model_types():
         if kind not in known:
             checkpoint = "/" in kind or any(kind.startswith(f"{one}-") for one in known)
-            hint = "; that of a checkpoint is in its config.json" if checkpoint else near(kind, [*known])
-            raise UsageError(f"transformers has no model type {quote(kind)}{hint}")
+            hint = "; that of a checkpoint is in its config.json" * checkpoint
+            close = "" if "/" in kind else near(kind, [*known])
+            raise UsageError(f"transformers has no model type {quote(kind)}{close}{hint}")
         folder = installed("transformers") / "models" / kind.replace("-", "_")
         text = "\n".join(map(_text, sorted(folder.glob("configuration_*.py"))))
         shared = _text(installed("transformers") / "configuration_utils.py")
@@ -90,7 +91,7 @@ def check_layers(kind: str, layers: Iterable[str]) -> None:
     shared = "modeling_layers", "modeling_utils", "time_series_utils"
     files = [root / f"{name}.py" for name in shared] if tells else (root / "models").glob("*/modeling_*.py")
     text = own + "".join(map(_text, files)) + (_timm() if "ackbone" in own and find_spec("timm") else "")
-    for layer in layers:
+    for layer in layers if text else ():
         name = layer.rpartition(".")[2]
         there = re.search(rf"\b{re.escape(name)}\b", text) if tells else name.rstrip("0123456789") in text
         if not name.isdecimal() and not there:

@@ -45,7 +45,10 @@ EVERY = {2: "second", 3: "third", 4: "fourth"}  # of the blocks, which are check
 ONE_BLOCK = (
     "no block repeats, so the whole model is one block: name its blocks with --blocks PATTERN, in Python blocks="
 )
-CACHE = "a cache of keys and values grows where a block runs again: plan with model.config.use_cache = False"
+CACHE = (
+    "a cache of keys and values may be the cause of what fails, which grows where a block runs again: "
+    "plan with model.config.use_cache = False"
+)
 
 Answer = list[list[int]]
 Answered = tuple[list[Group], StepCost]  # an answer's groups, and its step as measured
@@ -239,7 +242,8 @@ class Planner:
         ]
         self.costs = measure_costs(subject, device, policies, progress)
         self.notes = self.costs.notes
-        if self.notes and getattr(getattr(subject.model, "config", None), "use_cache", False):
+        configs = (getattr(module, "config", None) for module in subject.model.modules())
+        if self.notes and any(getattr(config, "use_cache", False) for config in configs):
             self.notes = (CACHE, *self.notes)
         if [run.paths for run in self.costs.runs] == [("",)]:
             self.notes = (ONE_BLOCK, *self.notes)
@@ -315,7 +319,8 @@ class Planner:
         ran = {policy for segment in self.costs.segments for policy in segment.costs}  # others failed
         uniform = [policy for policy in (FULL, SELECTIVE, MOVED) if policy in ran]
         points = [baseline, *(point(policy.name, problem.every(policy)) for policy in uniform)]
-        points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
+        for n, name in EVERY.items() if FULL in ran else ():
+            points.append(point(f"every {name} block {FULL.name}", problem.every(FULL, n)))
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
             of = Problem(self.costs, error, self.host)
             low, high = of.least(), baseline.peak - self.fixed
