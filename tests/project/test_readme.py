@@ -121,7 +121,7 @@ def test_the_first_screen() -> None:
         assert all(way["again"] < 0.005 for way in ways.values())  # so the README says of products
     assert above == {"LLaMA"}
     spans = [f"{min(each):.0f} to {max(each):.0f} %" for each in zip(*gained, strict=True)]
-    said = "{} of the bytes that autograd saves, with gradients that are PyTorch's **bit for bit**, and {} with gradients"
+    said = "{} of the bytes that autograd saves, with gradients that are PyTorch's **bit for bit**, and {} with"
     assert said.format(*spans) in flat()
     said = "for every model of the picture, and no more than the compiler saves, except for 0.01 % in LLaMA"
     assert said in flat()
