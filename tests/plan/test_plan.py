@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import fitact
 from fitact.base import UsageError
 from fitact.cli import main
 from fitact.planning import make
-from fitact.planning.make import ONE_BLOCK, Planner, Problem
+from fitact.planning.make import CACHE, ONE_BLOCK, Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
 from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint, selectively
@@ -549,6 +550,39 @@ def test_blocks_that_are_named() -> None:
     named = fitact.planner(model, **given, blocks=["1", "2.1", "2.*"])
     assert not named.notes and [run.paths for run in named.costs.runs] == [("1",), ("2.0",), ("2.1",)]
     assert named.least("exact") <= whole.least("exact")
+
+
+class Reading(nn.Module):
+    """A block that reads what those before it have left in a list, which grows where one runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(64)
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(x)
+        y: Tensor = self.block(torch.stack(cache).exp().mean(0))
+        return y
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.layers = nn.ModuleList(Reading() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x.square().mean()
+
+
+def test_policies_that_fail() -> None:
+    """They have no points, and a note says what may be the cause."""
+    planner = fitact.planner(Caching(), example_inputs=torch.randn(99, 64), optimizer="none", device=CPU)
+    assert planner.notes[0] == CACHE and all("checkpointed" in note for note in planner.notes[1:])
+    assert {point.name for point in planner.points} == {"baseline", "plan"}
 
 
 MINE = """
