@@ -46,7 +46,7 @@ ONE_BLOCK = (
     "no block repeats, so the whole model is one block: name its blocks with --blocks PATTERN, in Python blocks="
 )
 CACHE = (
-    "a cache of keys and values may be the cause of what fails, which grows where a block runs again: "
+    "what fails may do so because a cache of keys and values grows where a block runs again: "
     "plan with model.config.use_cache = False"
 )
 
