@@ -158,7 +158,7 @@ class Capture(TorchFunctionMode):
         """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
         output, undecided = self.made(func, args, kwargs)
         recompute = None
-        if is_plain(output) and output.requires_grad:
+        if is_plain(output) and output.requires_grad and output.dim():  # a number is stored
             recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
             own = recompute is not None and storage is output.untyped_storage()
