@@ -66,7 +66,7 @@ test-all: $(VENV)/.installed
 TRITON = build/triton
 test-triton: $(VENV)/.installed
 	@test -d $(TRITON) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile --target $(TRITON) triton==3.5.1
-	PYTHONPATH=$(TRITON) $(PYTEST) -m "not full" tests/runtime/test_*compiled.py tests/runtime/test_*instructions.py
+	PYTHONPATH=$(TRITON) $(PYTEST) -m "not full" tests/runtime/test_compiled.py
 
 ## As `make test`, on PyTorch 2.9.1, the oldest that is supported, on 2.11.0, on the pinned one, and on the newest.
 test-versions: $(VENV)/.installed
@@ -104,10 +104,10 @@ format: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/fitact codegen --check
 
-## Times, as ratios of two things measured in one run; instructions of the kernels; whether training suffers.
+## Times, as ratios of two things measured in one run; registers of the kernels; whether training suffers.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
-	$(BIN)/python -m benchmarks.kernels.instructions
+	$(BIN)/python -m benchmarks.kernels.resources
 	$(BIN)/python -m benchmarks.kernels.overhead
 	$(BIN)/python -m benchmarks.kernels.activations
 	FITACT_CPU=inductor $(BIN)/python -m benchmarks.kernels.activations

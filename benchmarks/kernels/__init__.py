@@ -1,1 +1,1 @@
-"""Times, bytes and instructions of the kernels."""
+"""Times, bytes and registers of the kernels."""

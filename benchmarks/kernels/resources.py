@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,11 @@ import triton
 
 from fitact.runtime.kernels import find
 from fitact.runtime.saving import BITS
-from tests.support.instructions import TARGETS, BlockKernel, GateKernel, Kernel, amd, machine_codes, nvidia
-from tests.support.more_kernels import LearnedKernel, NormKernel
+from tests.support.compiled import TARGETS, BlockKernel, GateKernel, Kernel, LearnedKernel, NormKernel, code
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "resources.json"
-COLUMNS = ("registers", "spills", "load_bytes", "store_bytes")  # spills: as in tests/support/instructions.py
 NORMS = (768, 4096, 16384)  # elements of a row, for one that is cut into blocks of each kind
-AT_ONCE = 24  # kernels that are disassembled together
 
 
 def kernels() -> Iterator[tuple[str, Any]]:
@@ -49,26 +46,14 @@ def kernels() -> Iterator[tuple[str, Any]]:
         yield f"{kind}_norm {pass_} {columns}", NormKernel(kind, pass_, columns)
 
 
-def measured(some: Sequence[Any], target: str) -> list[list[int]]:
-    """Compile kernels for bfloat16, and return the numbers of each in the order of COLUMNS."""
-    codes = machine_codes([kernel.compile("bf16", target).asm for kernel in some], target)
-    programs = [(amd if target == "gfx942" else nvidia)(code.text).instructions for code in codes]
-    return [
-        [code.registers, code.spills, max(one.load for one in program), max(one.store for one in program)]
-        for code, program in zip(codes, programs, strict=True)
-    ]
-
-
 def main() -> None:
     """Measure, and write the numbers."""
     rows: dict[str, dict[str, list[int]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    cases = list(kernels())
-    for target in TARGETS:
-        for i in range(0, len(cases), AT_ONCE):
-            some = cases[i : i + AT_ONCE]
-            for (name, _), numbers in zip(some, measured([kernel for _, kernel in some], target), strict=True):
-                rows.setdefault(f"{name} {target}", {})[triton.__version__] = numbers
-            write(rows)
+    for name, kernel in kernels():
+        for target in TARGETS:
+            *numbers, _ = code(kernel.compile("bf16", target).asm)
+            rows.setdefault(f"{name} {target}", {})[triton.__version__] = numbers
+    write(rows)
 
 
 def write(rows: dict[str, dict[str, list[int]]]) -> None:

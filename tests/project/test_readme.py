@@ -238,13 +238,23 @@ def test_gradients_that_exact_loses_under_autocast() -> None:
     assert (x[lost].abs() > 0.998).all()
 
 
-def test_instructions() -> None:
-    table = json.loads((ROOT / "benchmarks" / "results" / "instructions.json").read_text())
-    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|$", TEXT, re.MULTILINE)
-    assert len(rows) == 3
-    for name, *stated in rows:
-        found = [table["kernels"][f"{name} {part} bf16 sm_90"]["instructions"] for part in ("forward", "backward")]
-        assert [f"{number:.0f}" for number in found] == stated
+def test_times_of_kernels() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "kernels.json").read_text())["rows"]
+    times = {
+        (row["function"], row["variant"]): (row["forward_ms"], row["backward_ms"])
+        for row in rows
+        if row["function"] in ("gelu", "silu") and row["dtype"] == "bfloat16"
+    }
+
+    def ratios(variant: str, of: Any) -> list[float]:
+        return [of(times[name, f"{name}_{variant}"]) / of(times[name, "eager"]) for name in ("gelu", "silu")]
+
+    for words, variant in (("Few-Bit, 3 bits", "fewbit3"), ("inverted, 1 bit", "inverted1")):
+        assert "| {} | {:.2f} | {:.2f} |".format(words, *ratios(variant, sum)) in TEXT
+    fitted, published = (ratios(variant, lambda both: both[1]) for variant in ("inverted1", "inverted_published"))
+    for at, words in enumerate(("backward of `gelu` takes", "For `silu` these are")):
+        assert f"{words} {fitted[at]:.2f}" in flat()
+        assert f"{published[at]:.2f} (" in flat() or f" {published[at]:.2f}. " in flat()
 
 
 def test_conversion() -> None:

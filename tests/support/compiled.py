@@ -1,0 +1,259 @@
+"""Kernels compiled ahead of time, without a GPU: registers, spills, and the widths of accesses to memory."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fitact.runtime.kernels import blocks as block_kernels
+from fitact.runtime.kernels.launch import threads_of
+from fitact.runtime.kernels.norm_tiles import ms_norm_backward, ms_norm_forward, plan
+from fitact.runtime.kernels.registry import find
+from fitact.runtime.saving import blocks
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Triton 3.5 keeps some scalars of forward kernels for half precision in vector registers; none goes to memory.
+SCALARS = () if triton.__version__.startswith("3.5.") else ("sgpr_spill_count",)
+SPILLED = ("vgpr_spill_count", *SCALARS, "private_segment_fixed_size")
+# Loads from global memory and stores to it, in PTX and in AMD's assembler.
+_PTX = re.compile(r"\b(ld|st)\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
+_AMD = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(\w+)")
+_AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+# How the channels of learned numbers lie: one alone, beside each other, in images.
+PLACES = {"one": (False, False), "last": (True, False), "image": (True, True)}
+
+
+class Code(NamedTuple):
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: a thread's.
+        spills: NVIDIA: bytes of stack and local memory; AMD: registers spilled and bytes of scratch.
+        load, store: bytes of the widest accesses to global memory.
+        shared: bytes of memory that the threads of a program share.
+
+    """
+
+    registers: int
+    spills: int
+    load: int
+    store: int
+    shared: int
+
+
+def code(asm: Mapping[str, Any]) -> Code:
+    """Return what a kernel takes, as its compiler notes it."""
+    if "cubin" in asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(asm["cubin"])
+            file.flush()
+            done = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        registers, stack, local, shared = (
+            _field(rf"\b{what}:(\d+)", done.stdout) for what in ("REG", "STACK", "LOCAL", "SHARED")
+        )
+        widths = [(kind, int(count or 1) * int(bits) // 8) for kind, count, bits in _PTX.findall(asm["ptx"])]
+        return Code(registers, stack + local, _widest(widths, "ld"), _widest(widths, "st"), shared)
+    text = asm["amdgcn"]
+    spills = sum(_field(rf"\.{what}:\s+(\d+)", text) for what in SPILLED)
+    widths = [(kind, _AMD_BYTES.get(name, 1 if "byte" in name else 2)) for kind, name in _AMD.findall(text)]
+    sizes = _widest(widths, "load"), _widest(widths, "store")
+    shared = _field(r"\.group_segment_fixed_size:\s+(\d+)", text)
+    return Code(_field(r"\.vgpr_count:\s+(\d+)", text), spills + text.count("scratch_"), *sizes, shared)
+
+
+def _widest(widths: list[tuple[str, int]], kind: str) -> int:
+    return max(width for other, width in widths if other == kind)
+
+
+def _field(pattern: str, text: str) -> int:
+    (value,) = re.findall(pattern, text)
+    return int(value)
+
+
+def compiled(
+    function: Any,
+    kinds: Mapping[str, str],
+    dtype: str,
+    target: str,
+    threads: int,
+    constants: Mapping[str, Any] = MappingProxyType({}),
+    multiples: Collection[str] = (),
+    **options: Any,
+) -> Any:
+    """Compile a kernel ahead of time, as the runtime's launch would.
+
+    Args:
+        function: what Triton compiles.
+        kinds: types of its arguments; others point to numbers of `dtype`.
+        dtype, target: what for.
+        threads: of a program.
+        constants: arguments that are constants.
+        multiples: arguments that are multiples of 16, as all pointers are.
+        options: of the compiler.
+
+    """
+    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, f"*{dtype}") for name in names}
+    aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in multiples]
+    return triton.compile(
+        ASTSource(
+            fn=function,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        ),
+        target=TARGETS[target],
+        options={"enable_fp_fusion": True, **options, "num_warps": threads // TARGETS[target].warp_size},
+    )
+
+
+@dataclass(frozen=True)
+class OfModule:
+    """A kernel and how it is launched.
+
+    Attributes:
+        module: name of its module.
+        pass_: forward or backward.
+        registered: the activation, gate or formula whose kernel it is.
+
+    """
+
+    module: str
+    pass_: str
+    registered: Any
+
+    @classmethod
+    def of(cls, module: str, pass_: str, *options: Any) -> Self:
+        """Return a kernel of a generated module."""
+        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), *options)
+
+
+@dataclass(frozen=True)
+class Kernel(OfModule):
+    """A kernel of an activation; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n."""
+
+    def threads(self, *dtypes: str) -> int:
+        """Return the threads of a program."""
+        return self.registered.threads(*(torch.empty(0, dtype=FLOATS[dtype]) for dtype in dtypes))
+
+    def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
+        """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
+        kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
+        return compiled(
+            getattr(self.registered, self.pass_), kinds, dtype, target, self.threads(dtype, output or dtype)
+        )
+
+
+@dataclass(frozen=True)
+class GateKernel(OfModule):
+    """A kernel of a gate; `view`: whether g and u are rows of longer ones, where they are read as they are."""
+
+    view: bool = False
+
+    def threads(self, dtype: str) -> int:
+        """Return the threads of a program."""
+        return threads_of(FLOATS[dtype])
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, as the runtime's launch would."""
+        function = getattr(self.registered, self.pass_)
+        rows = [name for name in function.arg_names if name.startswith(("width", "stride"))]
+        kinds = {"n": "i64"} | dict.fromkeys(rows, "i32")
+        constants = {} if self.view else dict.fromkeys(rows)
+        return compiled(function, kinds, dtype, target, self.threads(dtype), constants, rows if self.view else ())
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """A kernel of block codes, for a tensor of many rows.
+
+    Attributes:
+        bits: of a code.
+        pass_: encode or decode.
+        rest: whether it is for the elements that are left over.
+
+    """
+
+    bits: int
+    pass_: str
+    rest: bool = False
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, as the runtime's launch would."""
+        function = getattr(block_kernels, f"{self.pass_}_tile")
+        kinds = {"x": f"*{dtype}", "codes": "*i64", "scales": "*bf16", "shifts": "*i64"}
+        kinds |= dict.fromkeys(("rows", "across", "n"), "i32")
+        constants = blocks.constants(self.pass_, self.bits, FLOATS[dtype], signs=False) | {"rest": self.rest}
+        options = blocks.launching(torch.device("cpu"))
+        return compiled(function, kinds, dtype, target, block_kernels.THREADS, constants, **options)
+
+
+@dataclass(frozen=True)
+class LearnedKernel(OfModule):
+    """A kernel of a formula with learned parameters; `place`: how the channels lie, of `PLACES`."""
+
+    place: str = "one"
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, as the runtime's launch would."""
+        channels, inner = PLACES[self.place]
+        kinds = {"numbers": "*fp32", "sums": "*fp32", "channels": "i32", "inner": "i32", "rows": "i64", "n": "i64"}
+        constants = {name: None for name, given in (("channels", channels), ("inner", inner)) if not given}
+        block = (
+            self.pass_ == "backward" or self.place == "last"
+        )  # a program has one of rows and channels, or a tile
+        threads = 256 if dtype == "fp32" or block else 128
+        kernel = getattr(self.registered, self.pass_)
+        return compiled(kernel, kinds, dtype, target, threads, constants, ("channels",) if channels else ())
+
+
+@dataclass(frozen=True)
+class NormKernel:
+    """A kernel of a memory-sharing norm of many rows.
+
+    Attributes:
+        kind: layer or rms.
+        pass_: forward or backward.
+        columns: elements of a row.
+
+    """
+
+    kind: str
+    pass_: str
+    columns: int
+
+    def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
+        """Compile ahead of time, as the ops launch it; `output` is the dtype of z, if another."""
+        x, z, tiling = dtype, output or dtype, plan(100_000, self.columns)
+        tensors = (x, z, "fp32") if self.pass_ == "forward" else (z, z, "fp32", x)
+        kernel = ms_norm_forward if self.pass_ == "forward" else ms_norm_backward
+        kinds = [f"*{each}" for each in tensors] + ["i32", "i32"] + (["fp32"] if self.pass_ == "forward" else [])
+        constants = {
+            "centred": self.kind == "layer",
+            "height": tiling.height,
+            "width": tiling.width,
+            "whole": tiling.whole,
+        }
+        names = kernel.arg_names
+        multiples = names[len(tensors) : len(tensors) + 1 + (self.columns % 16 == 0)]
+        signature = dict(zip(names, kinds, strict=False))
+        return compiled(kernel, signature, dtype, target, tiling.threads, constants, multiples)
