@@ -118,7 +118,6 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.methods.relumix.fit",
             "fitter.methods.relumix.published",
             "fitter.methods.inverted.fit",
-            "fitter.methods.inverted_published.fit",
             "fitter.methods.inverted_published.published",
             "fitter.methods.output.fit",
             "fitter.records.read",

@@ -19,7 +19,6 @@ COMMANDS = {
         "relumix3": f"{MIXTURE} 3",
         "relumix4": f"{MIXTURE} 4",
         "relumix2d": f"{MIXTURE} 2 --objective derivative",
-        "inverted_refit": "--method inverted --family parametric",
     }.items()
 }
 

@@ -32,4 +32,3 @@ from .rewrite import stable as stable
 from .wide import Array as Array
 from .wide import geometric as geometric
 from .wide import in_long_double as in_long_double
-from .wide import power as power

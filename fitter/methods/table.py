@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 
 from fitact.fitter.analysis import Activation, Gate, Learned, float_check
-from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit
+from fitact.fitter.records import AnyFit, GateFit, LearnedFit
 
 from . import fewbit, inverted, inverted_published, output, relumix
-
-
-def _inverted(activation: Activation, name: str, *, family: str = "rational", **options: Any) -> InvertedFit:
-    if family == "parametric":
-        return inverted_published.fit(activation, name)
-    return inverted.fit(activation, name, **options)
 
 
 def _learned(formula: Learned, name: str) -> LearnedFit:
@@ -30,7 +24,7 @@ def _learned(formula: Learned, name: str) -> LearnedFit:
 _FIT: dict[str, Callable[..., AnyFit]] = {
     "fewbit": fewbit.fit,
     "relumix": relumix.fit,
-    "inverted": _inverted,
+    "inverted": inverted.fit,
     "output": output.fit,
     "gate_recompute": lambda gate, name: GateFit(name=name, method="gate_recompute", activation=gate, error={}),
     "learned_recompute": _learned,
@@ -47,6 +41,6 @@ def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
-    if fit.name in inverted_published.NAMES:
+    if fit.name in inverted_published.PUBLISHED:
         return inverted_published.published(fit.name)
     return make(fit.method, fit.activation, fit.name, **fit.made_with)

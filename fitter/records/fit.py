@@ -37,7 +37,7 @@ Option = float | str  # an integer stays one
 OPTIONS: dict[str, dict[str, Any]] = {
     "fewbit": {"cells": whole, **_SEED},
     "relumix": {"objective": Literal["primitive", "derivative"], "restarts": whole, **_SEED, **_SOURCE},
-    "inverted": {"family": Literal["rational", "parametric"], "tol": number, **_SOURCE},
+    "inverted": {"family": Literal["rational"], "tol": number, **_SOURCE},
 }
 
 
@@ -75,11 +75,9 @@ class Fit:
         if tuple(sorted(self.error)) != self.ERRORS:
             raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
         for key, value in self.error.items():
-            if not math.isfinite(value):
+            if not 0 <= value < math.inf:
                 formula = quote(self.activation.expression)
-                raise UsageError(f"error.{key} of {formula}: expected a finite number, got {value}")
-        if any(value < 0 for value in self.error.values()):
-            raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
+                raise UsageError(f"error.{key} of {formula}: expected a finite number of at least 0, got {value}")
 
     @property
     def made_with(self) -> dict[str, Any]:
@@ -251,7 +249,8 @@ class InvertedFit(Fit):
     @property
     def made_with(self) -> dict[str, Any]:
         """As in `Fit`."""
-        return {"bits": self.bits, "domain": self.domain, **self.options}
+        tol = {key: value for key, value in self.options.items() if key == "tol"}
+        return {"bits": self.bits, "domain": self.domain, **tol}
 
     def code(self, x: Array, dtype: str = "float32") -> Bits:
         """Return the code of x, any shape; that of NaN is 0."""

@@ -244,7 +244,6 @@ VALUES = {
     "--param": ("negative_slope=0.2", "alpha=1e999", "alpha", "=", "alpha=nan", "beta=2"),
     "--objective": ("primitive", "derivative", ""),
     "--tol": NUMBERS,
-    "--family": ("rational", "parametric", "x"),
     "--derivative": ("1 - y**2", "y", "x", "1e39"),
     "--seed": NUMBERS,
     "--name": ("a", "b_1", "if", "1a", "", "../a", "a" * 200, "_a", "numpy"),

@@ -90,17 +90,13 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "--tol", type=Finite(), metavar="E", help="Target error of the derivative for inverted.  [default: 8e-5]"
 )
 @click.option(
-    "--family",
-    type=click.Choice(["rational", "parametric"]),
-    help="Approximants of inverted: quotients of polynomials, or those of its paper "
-    "(gelu, silu).  [default: rational]",
-)
-@click.option(
     "--derivative",
     metavar="EXPR",
     help="For output: the derivative as an expression in the output y; it is checked.  [default: the catalog's]",
 )
-@click.option("--restarts", type=int, metavar="N", help="Restarts of relumix's annealing.  [default: 4]")
+@click.option(
+    "--restarts", type=click.IntRange(0, 1000), metavar="N", help="Restarts of relumix's annealing.  [default: 4]"
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
@@ -111,7 +107,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 @click.option(
     "--name",
     help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_output; "
-    "required for an expression, for --param, and for a domain, weight, objective, tol or family other than the "
+    "required for an expression, for --param, and for a domain, weight, objective or tol other than the "
     "default]",
 )
 @click.option(
@@ -128,7 +124,6 @@ def fit(
     learned: Sequence[str],
     objective: str | None,
     tol: float | None,
-    family: str | None,
     derivative: str | None,
     restarts: int | None,
     seed: int,
@@ -160,7 +155,7 @@ def fit(
     numbers = named("--learn", map(_learned, learned))
     kind = _kind_of(method, functions, numbers)
     given: dict[str, Any] = {"bits": bits or None, "domain": domain, "weight": weight}
-    given |= {"objective": objective, "tol": tol, "family": family, "derivative": derivative}
+    given |= {"objective": objective, "tol": tol, "derivative": derivative}
     given |= {"restarts": restarts, "seed": seed or None}
     own = METHODS[kind][method]
     _check_options(method, own, [option for option, value in given.items() if value is not None])
@@ -175,8 +170,6 @@ def fit(
         check_function(kind, function, values, [*numbers])
     if len(functions) * len(widths) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
-    if family == "parametric" and (bits or domain or tol is not None):
-        raise UsageError("--family parametric has one bit and no --bits, --domain or --tol")
     special = {
         "--param": bool(parameters),
         "--learn": bool(learned),
@@ -184,7 +177,6 @@ def fit(
         "--weight": weight is not None,
         "--objective": objective == "derivative",
         "--tol": tol is not None,
-        "--family": family == "parametric",
         "--derivative": derivative is not None,
         "an expression": not {*CATALOG, *GATES, *LEARNED}.issuperset(functions),
     }
@@ -223,7 +215,7 @@ def fit(
         for i, (activation, k) in enumerate(jobs):
             given["bits"] = k
             options = {key: given[key] for key in own if given[key] is not None}
-            if method in ("relumix", "inverted") and family != "parametric":
+            if method in ("relumix", "inverted"):
                 options["progress"] = partial(advance, bar, i)
             fit = make(RECORDED[kind] + method, activation, name or f"{activation.name}_{method}", **options)
             if name is None and isinstance(fit, StepFit | InvertedFit):
