@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitact.base import UsageError, quote
-from fitact.fitter.analysis import Gate, is_identity
+from fitact.fitter.analysis import Gate
+from fitact.fitter.expr import x
 from fitact.fitter.records import AnyFit
 
 from .generate import Layout, by_name, class_name, environment, render
@@ -88,7 +89,7 @@ def _hidden(fit: AnyFit) -> tuple[str, ...]:
     gate = fit.activation
     if not isinstance(gate, Gate):
         return ()
-    if not is_identity(gate.b) or gate.a.name not in HIDDEN or gate.a.parameters:
+    if gate.b.formula != x or gate.a.name not in HIDDEN or gate.a.parameters:
         known = ", ".join(f"{name}(g)*u" for name in HIDDEN)
         raise UsageError(
             f"{quote(fit.name)} is a gate that no MLP of transformers has: expected one of {known}; "

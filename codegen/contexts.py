@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fitact.fitter.analysis import REALS, Activation, is_identity
+from fitact.fitter.analysis import REALS, Activation
+from fitact.fitter.expr import x
 from fitact.fitter.records import (
     FLAT,
     AnyFit,
@@ -177,7 +178,7 @@ def _gate(fit: GateFit) -> dict[str, Any]:
         "half": any(device(factor.formula)[1] for factor in (a, b)),
         **{f"{name}{what}": code for name, of in (("a", a), ("b", b)) for what, code in _codes(of).items()},
         # a formula of several operators would round in each
-        "composed": {name: of.torch is None and not is_identity(of) for name, of in (("a", a), ("b", b))},
+        "composed": {name: of.torch is None and of.formula != x for name, of in (("a", a), ("b", b))},
     }
 
 

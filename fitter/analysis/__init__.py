@@ -7,7 +7,6 @@ from .float_check import FLOAT32 as FLOAT32
 from .float_check import bears as bears
 from .float_check import problem as problem
 from .gate import Gate as Gate
-from .gate import is_identity as is_identity
 from .learned import Learned as Learned
 from .learned import Number as Number
 from .roots import REALS as REALS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,7 @@ from fitact.fitter.expr import (
 )
 
 from . import shape
-from .roots import REALS
+from .roots import REALS, breaks, gap, roots
 from .shape import Asymptote, Breakpoint, Monotone
 
 
@@ -161,8 +162,20 @@ class Activation(Formula):
         return shape.breakpoints(self.formula, self.derivative_formula, low, high)
 
     def derivative_parity(self, high: float) -> Literal["even", "odd"] | None:
-        """Return whether f′ is even or odd on [−high, high], to 1e-12 of its largest value; None if neither."""
-        return shape.parity(self.derivative_formula, high)
+        """Return whether f′ is even or odd on [−high, high], to 1e-12 of its largest value; None if neither.
+
+        If f′ is not finite somewhere, it has no parity.
+        """
+        at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
+        extrema = np.abs(roots(self.second_derivative_formula, -high, high).at)  # narrow features lie at these
+        at = np.concatenate([at * high, extrema[extrema > 0]])
+        right, left = self.derivative(at), self.derivative(-at)
+        scale = shape.TOLERANCE * np.max(np.abs([right, left]))
+        if not np.isfinite(scale):
+            return None
+        if np.all(np.abs(right - left) <= scale):
+            return "even"
+        return "odd" if np.all(np.abs(right + left) <= scale) else None
 
     @cached_property
     def asymptotes(self) -> tuple[Asymptote, Asymptote]:
@@ -174,18 +187,22 @@ class Activation(Formula):
         return shape.pieces(self.formula, self.derivative_formula, low, high)
 
     def derivative_range(self, low: float = -REALS, high: float = REALS) -> tuple[float, float]:
-        """Return the least and the largest value of f′ on (low, high)."""
-        formulas = self.formula, self.derivative_formula, self.second_derivative_formula
-        return shape.derivative_range(*formulas, low, high)
+        """Return the least and the largest value of f′ on (low, high): at its extrema, beside breaks, at the ends.
 
-    def steps(self, low: float, high: float) -> int | None:
-        """Return the number of intervals of (low, high) on which f′ is constant, None if f′ varies."""
-        edges = np.concatenate([[low], self.switch_points(low, high), [high]])
-        inside = edges[:-1, None] + np.diff(edges)[:, None] * np.linspace(0.02, 0.98, 49)
-        derivatives = self.derivative(inside)
-        if not np.isfinite(derivatives).all():
+        Larger ones than 1e15 count as ±∞.
+        """
+        beside = [at + side * gap(at) for at in breaks(self.derivative_formula, low, high)[0] for side in (-1, 1)]
+        extrema = roots(self.second_derivative_formula, low, high).at
+        at = np.array([low, high, shape.inside(low, high), *beside, *extrema])
+        values = self.derivative(at[~np.isnan(self.value(at))])
+        values = values[~np.isnan(values)]
+        values[np.abs(values) > 1e15] *= np.inf
+        return shape.snapped(values.min(initial=math.inf)), shape.snapped(values.max(initial=-math.inf))
+
+    def steps(self, low: float = -REALS, high: float = REALS) -> Array | None:
+        """Return where f′ jumps inside (low, high) if it is constant in between, None if it varies."""
+        bends = roots(self.second_derivative_formula, low, high)
+        if bends.reach < math.inf or any(sign for *_, sign in bends.signs):
             return None
-        scale = shape.TOLERANCE * np.max(np.abs(derivatives), initial=0.0)
-        if not np.all(np.ptp(derivatives, axis=1) <= scale):
-            return None
-        return 1 + int(np.count_nonzero(np.abs(np.diff(derivatives[:, 0])) > scale))
+        jumps = shape.breakpoints(self.derivative_formula, self.second_derivative_formula, low, high)
+        return np.array([point.at for point in jumps if point.kind == "jump"])

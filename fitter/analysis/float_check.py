@@ -81,7 +81,9 @@ def problem(activation: Activation) -> str | None:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY
         lost = not abs(found[i] - float(true)) <= allowed
-        if lost and not (np.isfinite(found[i]) and _near_root(typed, at, true)):
+        left, right = (value(typed, at + side * NEAR, 20) if lost else true for side in (-1, 1))
+        near_root = left * right < 0 or abs(true) < 0.1 * min(abs(left), abs(right))
+        if lost and not (np.isfinite(found[i]) and near_root):
             where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
             return f"{where}: {_blame(parts, i, at)}"
         if not abs(derivatives[i] - float(derivative)) <= DERIVATIVE_ERROR * max(1.0, float(abs(derivative))):
@@ -117,11 +119,6 @@ def warn(activation: Activation) -> None:
     """Warn if floating point fails on a formula; PyTorch's own functions need no check."""
     if activation.torch is None and (found := problem(activation)) is not None:
         warnings.warn(f"{activation}: {found}", FitWarning, stacklevel=3)
-
-
-def _near_root(typed: Expr, at: float, true: Any) -> bool:
-    left, right = (value(typed, at + d, 20) for d in (-NEAR, NEAR))
-    return bool(left * right < 0 or abs(true) < 0.1 * min(abs(left), abs(right)))
 
 
 def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:

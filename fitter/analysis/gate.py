@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fitact.base import UsageError, quote
 from fitact.fitter.catalog import CATALOG, GATES, is_gate
-from fitact.fitter.expr import Parser, constant, x
+from fitact.fitter.expr import Parser, constant
 from fitact.fitter.syntax import MAX_DEPTH
 
 from .activation import Activation, Formula
@@ -60,11 +60,6 @@ class Gate(Formula):
     @cached_property
     def _factors(self) -> tuple[Activation, Activation]:
         return _Product(self.expression).factors()
-
-
-def is_identity(activation: Activation) -> bool:
-    """Whether an activation returns its argument."""
-    return bool(activation.formula == x)
 
 
 class _Product(Parser):

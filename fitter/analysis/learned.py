@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import keyword
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +21,9 @@ from fitact.fitter.expr import (
     SMALLEST_SINGLE,
     Array,
     Expr,
-    Parser,
     evaluate,
-    parse,
     stable,
+    text_of,
     x,
 )
 
@@ -150,21 +147,19 @@ class Learned(Formula):
 
     def at_start(self, formula: Expr, at: Array) -> Array:
         """Return a formula in x and the learned parameters at the points, these at their starts."""
-        starts = {
-            symbol: sympy.Rational(repr(number.start))
-            for symbol, number in zip(self.symbols, self.numbers, strict=True)
-        }
-        filled = formula.xreplace(starts)
+        filled = self._filled(formula)
         if filled.has(sympy.zoo, sympy.nan, sympy.oo):
             return np.full(np.shape(at), np.nan)
         return evaluate(filled, at)
 
     def start(self) -> Activation | None:
         """Return the activation that the formula is at the starts; None where it is constant there."""
-        starts = {number.name: f"({number.start!r})" for number in self.numbers}
-        text = re.sub(r"(?<![\w.])[^\W\d]\w*", lambda name: starts.get(name[0], name[0]), self.expression)
-        text = ast.unparse(Parser(text, "formula", "x").tree())
-        return Activation(None, text) if x in parse(text, what="formula").free_symbols else None
+        filled = self._filled(self.typed)
+        return Activation(None, text_of(filled)) if x in filled.free_symbols else None
+
+    def _filled(self, formula: Expr) -> Expr:
+        starts = [sympy.Rational(repr(number.start)) for number in self.numbers]
+        return formula.xreplace(dict(zip(self.symbols, starts, strict=True)))
 
     def _check_start(self) -> None:
         """Refuse starts at which the formula or one of its derivatives is not finite."""

@@ -63,10 +63,14 @@ class Roots:
     formula is undefined there is no interval.
     """
 
-    at: Array  # where it is zero or jumps from one sign to the other, float64, increasing
-    exact: tuple[Number, ...]  # the same points to 25 digits or more
+    points: dict[float, Number]  # where it is zero or jumps from one sign to the other, increasing; as in `breaks`
     signs: tuple[Part, ...]
     reach: float  # the |x| up to which these are all roots; infinite if there are no more
+
+    @property
+    def at(self) -> Array:
+        """The points as float64."""
+        return np.array(list(self.points), dtype=np.float64)
 
 
 @lru_cache(maxsize=512)
@@ -80,12 +84,12 @@ def roots(expr: Expr, low: float, high: float, limit: int = 64) -> Roots:
     low, high = float(low), float(high)
     if x not in expr.free_symbols:
         constant = value(expr, 0)
-        return Roots(np.empty(0), (), () if constant.is_nan() else ((low, high, sign_of(constant)),), math.inf)
+        return Roots({}, () if constant.is_nan() else ((low, high, sign_of(constant)),), math.inf)
     search = _Search(expr, low, high, limit, *breaks(expr, low, high))
     search.run()
-    signs, points = tuple(search.whole()), search.points
-    at = sorted(point for point in points if abs(point) < search.reach)
-    return Roots(np.array(at, dtype=np.float64), tuple(points[point] for point in at), signs, search.reach)
+    signs = tuple(search.whole())
+    points = {point: search.points[point] for point in sorted(search.points) if abs(point) < search.reach}
+    return Roots(points, signs, search.reach)
 
 
 def breaks(
@@ -102,7 +106,7 @@ def breaks(
     reach = math.inf
     for u in _arguments(expr, switches_only):
         result = roots(u, low, high, MAX_SWITCHES)
-        found.update(zip(result.at.tolist(), result.exact, strict=True))
+        found.update(result.points)
         ends = {end for *flat, sign in result.signs if sign == FLAT for end in flat if low < end < high}
         found.update({end: arb(end) for end in ends - set(found)})
         reach = min(reach, result.reach)

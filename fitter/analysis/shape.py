@@ -1,4 +1,4 @@
-"""What a formula looks like: breakpoints, parity, asymptotes, monotone pieces, the range of its derivative.
+"""What a formula looks like: breakpoints, asymptotes, monotone pieces.
 
 All functions take SymPy formulas in `x`: f, and its derivatives where they need them. The domain of "the reals" is
 the range of float32.
@@ -22,15 +22,13 @@ from fitact.fitter.expr import (
     Array,
     Expr,
     Number,
-    evaluate,
     order,
     shifted,
     sign_of,
     value,
-    x,
 )
 
-from .roots import REALS, Roots, breaks, gap, roots
+from .roots import REALS, Roots, breaks, roots
 
 TOLERANCE = 1e-12  # relative: values that differ by less count as equal
 SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, at which limits are looked for
@@ -86,12 +84,11 @@ class Root:
 class Monotone:
     """The pieces on which f is monotone, and the isolated roots of f′, both increasing.
 
-    If not `complete`, f′ has more roots than the search looks for, and the lists end at |x| = `reach`.
+    If `reach` is finite, f′ has more roots than the search looks for, and the lists end at |x| = `reach`.
     """
 
     pieces: tuple[Piece, ...]
     roots: tuple[Root, ...]
-    complete: bool
     reach: float
 
 
@@ -117,23 +114,6 @@ def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> 
         elif _jumps(df, points[at]):
             found.append(Breakpoint(at, "corner"))
     return tuple(found)
-
-
-def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
-    """Return whether f′(−x) is f′(x) or −f′(x) on [0, high], to 1e-12 of its largest value; None if neither.
-
-    If f′ is not finite somewhere, it has no parity.
-    """
-    at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
-    extrema = np.abs(roots(df.diff(x), -high, high).at)  # a narrow feature lies between the others
-    at = np.concatenate([at * high, extrema[extrema > 0]])
-    right, left = evaluate(df, at), evaluate(df, -at)
-    if not (np.isfinite(right).all() and np.isfinite(left).all()):
-        return None
-    scale = TOLERANCE * max(np.max(np.abs(right)), np.max(np.abs(left)))
-    if np.all(np.abs(right - left) <= scale):
-        return "even"
-    return "odd" if np.all(np.abs(right + left) <= scale) else None
 
 
 def asymptote(f: Expr, side: int) -> Asymptote:
@@ -163,7 +143,7 @@ def asymptote(f: Expr, side: int) -> Asymptote:
                 return max(abs(residue - intercept) for residue in row) / size
 
             if max(strays(residues[-1]), strays(residues[-2])) <= 1e-10 and strays(residues[-3]) <= 1e-5:
-                m, b = _snapped(slope), _snapped(intercept)
+                m, b = snapped(slope), snapped(intercept)
                 return Asymptote("line", m, b, m * side * math.inf if m else b)
         if _diverges(values):
             return Asymptote("infinite", limit=sign_of(last[0]) * math.inf)
@@ -182,7 +162,7 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     reach = min(reach, found.reach)
     parts: list[Piece] = []
     for piece in _split(found, points, reach):
-        if value(f, _inside(piece.low, piece.high), 15).is_nan():
+        if value(f, inside(piece.low, piece.high), 15).is_nan():
             continue
         before = parts[-1] if parts else None
         if (
@@ -195,26 +175,11 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
         else:
             parts.append(piece)
     stationary = []
-    for at, exact in zip(found.at.tolist(), found.exact, strict=True):
+    for at, exact in found.points.items():
         orders = order(df, exact, -1), order(df, exact, 1)
         if abs(at) < reach and max(orders) > LEAST_ORDER and not value(f, exact, 15).is_nan():
             stationary.append(Root(at, *orders))
-    return Monotone(tuple(parts), tuple(stationary), math.isinf(reach), reach)
-
-
-def derivative_range(
-    f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS
-) -> tuple[float, float]:
-    """Return the least and the largest value of f′ on (low, high): at its extrema, beside breaks, at the ends.
-
-    Larger ones than 1e15 count as ±∞.
-    """
-    beside = [at + side * gap(at) for at in breaks(df, low, high)[0] for side in (-1, 1)]
-    at = np.array([low, high, _inside(low, high), *beside, *roots(d2f, low, high).at])
-    values = evaluate(df, at[~np.isnan(evaluate(f, at))])
-    values = values[~np.isnan(values)]
-    values[np.abs(values) > 1e15] *= np.inf
-    return _snapped(values.min(initial=math.inf)), _snapped(values.max(initial=-math.inf))
+    return Monotone(tuple(parts), tuple(stationary), reach)
 
 
 def _beside(expr: Expr, at: Number, side: int, distance: str = "1e-20") -> Number:
@@ -257,12 +222,13 @@ def _split(found: Roots, points: dict[float, Number], reach: float) -> Iterator[
                 yield Piece(start, stop, sign)
 
 
-def _inside(low: float, high: float) -> float:
+def inside(low: float, high: float) -> float:
     """Return a point between two that is unlikely to be a special one."""
     return low + (high - low) * 0.4871 if math.isfinite(high - low) else low * 0.5129 + high * 0.4871
 
 
-def _snapped(number: Number | float) -> float:
+def snapped(number: Number | float) -> float:
+    """Return a number as a float, 0 if it is below 1e-15."""
     return 0.0 if abs(number) < 1e-15 else float(number)
 
 

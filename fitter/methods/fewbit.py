@@ -22,12 +22,12 @@ from fitact.fitter.analysis import Activation, breaks, float_check, roots
 from fitact.fitter.catalog import DOMAINS
 from fitact.fitter.expr import Array, order
 from fitact.fitter.numerics import Function, Moments, Weight, dp_borders, newton, step_errors
-from fitact.fitter.records import StepFit, check_bits
+from fitact.fitter.records import StepFit, check_bits, check_domain
 
 METHOD = "fewbit"
 CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
 DOMAIN = DOMAINS["fewbit"]
-MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
+MAX_DOMAIN = 1e12  # in size: the cells of a grid beside 0 and beside breakpoints are then at most 7 wide
 MAX_VALUE = 1e30  # of f, f′ and 1/w: float32 holds up to 3e38, and squares stay in float64
 POINTS = 4001  # of the domain at which these sizes are checked
 BEYOND = 100.0  # times the domain's width: how far outside it a fit is checked for a warning
@@ -124,18 +124,29 @@ def _fitted(
     return round_borders(borders, smooth, breakpoints, activation.derivative, high - low), levels
 
 
-def best_levels(moments: Moments, borders: Array) -> Array:
-    """Return the weighted mean of f′ on each interval, (borders + 1,); its plain mean where w vanishes."""
+def best_levels(moments: Moments, borders: Array, ends: tuple[float, float] | None = None) -> Array:
+    """Return the weighted mean of f′ on each interval, (borders + 1,); its plain mean where w vanishes.
+
+    The first and the last level are `ends` if these are given.
+    """
     mass, first, _ = moments.between(borders)
     edges = np.concatenate([moments.grid[:1], borders, moments.grid[-1:]])
     levels: Array = np.divide(first, mass, out=np.zeros_like(mass), where=mass > 0)
     for i in np.flatnonzero(mass <= 0):
         plain = Moments(moments.function, np.ones_like, edges[i], edges[i + 1], np.empty(0), 64).sums[:, -1]
         levels[i] = plain[1] / plain[0]
+    if ends is not None:
+        levels[[0, -1]] = ends
     return levels
 
 
-def refine(moments: Moments, activation: Activation, borders: Array, breakpoints: Array) -> Array:
+def refine(
+    moments: Moments,
+    activation: Activation,
+    borders: Array,
+    breakpoints: Array,
+    ends: tuple[float, float] | None = None,
+) -> Array:
     """Move borders off the grid to the optimum nearby, where 2 f′(s_i) − y_{i−1} − y_i = 0 (eq. 5).
 
     A border on a jump of f′ stays there, and so does one where the weight vanishes or the levels on both sides
@@ -143,10 +154,10 @@ def refine(moments: Moments, activation: Activation, borders: Array, breakpoints
     """
 
     def gradient(borders: Array) -> Array:
-        levels = best_levels(moments, borders)
+        levels = best_levels(moments, borders, ends)
         return 2 * activation.derivative(borders) - levels[:-1] - levels[1:]
 
-    levels = best_levels(moments, borders)
+    levels = best_levels(moments, borders, ends)
     below, above = _sides(activation.derivative, borders, moments.grid[-1] - moments.grid[0])
     matters = np.abs(np.diff(levels)) > 1e-9 * np.ptp(levels)
     on_jump = np.isin(borders, breakpoints) & (np.abs(above - below) > 1e-9 * np.ptp(levels))
@@ -192,11 +203,9 @@ def _is_even(weight: Weight, high: float) -> bool:
 
 def _check_domain(weight: Weight, low: float, high: float) -> None:
     """Raise UsageError unless the domain is neither too large nor too narrow, and the weight valid on it."""
-    got = f"got {low!r} {high!r}"
-    if not (abs(low) <= MAX_DOMAIN and abs(high) <= MAX_DOMAIN and low < high):
-        raise UsageError(f"domain: expected two numbers A < B of at most {MAX_DOMAIN:g} in size, {got}")
+    check_domain((low, high), MAX_DOMAIN)
     if high - low < max(MIN_WIDTH * max(abs(low), abs(high)), 1 / MAX_DOMAIN):
-        raise UsageError(f"domain: too narrow for borders in float32, {got}")
+        raise UsageError(f"domain: too narrow for borders in float32, got {low!r} {high!r}")
     weight.check(low, high)
     if (height := weight(np.linspace(low, high, POINTS)).max()) < 1 / MAX_VALUE:
         raise UsageError(
@@ -230,13 +239,13 @@ def _warn(fit: StepFit) -> None:
     float_check.warn(fit.activation)
     what = fit.activation.name or quote(fit.activation.expression)
     low, high = fit.domain
-    pieces = fit.activation.steps(0.0 if fit.even else low, high)
-    if pieces is not None and pieces > len(fit.levels):
-        bits = (pieces - 1).bit_length()
+    steps = fit.activation.steps(0.0 if fit.even else low, high)
+    if steps is not None and len(steps) >= len(fit.levels):
+        bits = len(steps).bit_length()
         advice = f"{bits} bits are exact" if bits <= 4 else "no fit of at most 4 bits is exact"
         warnings.warn(
-            f"the derivative of {what} is a step function with {pieces} levels, and --bits {fit.bits} holds "
-            f"{len(fit.levels)}: {advice}",
+            f"the derivative of {what} is a step function with {len(steps) + 1} levels, and --bits {fit.bits} "
+            f"holds {len(fit.levels)}: {advice}",
             FitWarning,
             stacklevel=3,
         )

@@ -49,6 +49,8 @@ from fitact.fitter.records import (
     Quotient,
     Radical,
     Single,
+    check_bits,
+    check_domain,
     codes,
     has_pole,
     variable,
@@ -163,11 +165,10 @@ def cells(
             there are more intervals than bits can tell.
 
     """
-    if bits is not None and (type(bits) is not int or bits not in range(MAX_BITS + 1)):
-        raise UsageError(f"bits: expected 0 to {MAX_BITS}, got {quote(bits)}")
-    low, high = (-REALS, REALS) if domain is None else map(float, domain)
-    if not -REALS <= low < high <= REALS:
-        raise UsageError(f"domain: expected two increasing numbers in the range of float32, got {quote(domain)}")
+    if bits is not None:
+        check_bits(bits, range(MAX_BITS + 1))
+    low, high = map(float, domain or (-REALS, REALS))
+    check_domain((low, high), REALS)
     parts = smooth_cells(activation, low, high)
     least = (len(parts) - 1).bit_length()
     if least > (MAX_BITS if bits is None else bits):
@@ -295,7 +296,7 @@ class Cell:
 def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell, ...]:
     """Return the intervals on which f is monotone and f, f′ and f″ are continuous; see `inverted.cells`."""
     shape = activation.monotone(low, high)
-    if not shape.complete:
+    if math.isfinite(shape.reach):
         where = "over the reals" if high - low > REALS else f"from {low:g} to {high:g}"
         raise UsageError(
             f"{activation}: it has too many monotone pieces {where} for any number of bits; "
@@ -303,8 +304,7 @@ def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell,
         )
     f, df = activation.formula, activation.derivative_formula
     found = roots(df, low, high)
-    points = {**breaks(f, low, high)[0], **breaks(df, low, high)[0]}
-    points |= dict(zip(found.at.tolist(), found.exact, strict=True))
+    points = {**breaks(f, low, high)[0], **breaks(df, low, high)[0], **found.points}
     ends = [low, *(piece.low for piece in shape.pieces[1:]), high]
     gaps = [a.high for a, b in itertools.pairwise(shape.pieces) if a.high != b.low]
     if not shape.pieces or shape.pieces[0].low != low or shape.pieces[-1].high != high or gaps:
@@ -335,10 +335,10 @@ def _beyond(activation: Activation, end: float, far: float) -> Number | None:
     if abs(far) > REALS:
         return None
     low, high = sorted((end, far))
-    found = roots(activation.derivative_formula, low, high)
-    if not found.exact:
+    found = list(roots(activation.derivative_formula, low, high).points.values())
+    if not found:
         return None
-    nearest = found.exact[0 if far > end else -1]
+    nearest = found[0 if far > end else -1]
     corners = {**breaks(activation.formula, low, high)[0], **breaks(activation.derivative_formula, low, high)[0]}
     return None if any(abs(at - end) <= abs(nearest - end) for at in corners) else nearest
 

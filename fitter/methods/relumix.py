@@ -24,21 +24,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from flint import arb, ctx
 
-from fitact.base import UsageError, quote
-from fitact.fitter.analysis import REALS, Activation, Asymptote, breaks, float_check, roots
-from fitact.fitter.expr import Array, geometric, shifted, value
-from fitact.fitter.numerics import Moments, Weight, dp_borders, newton, nodes, quadrature, running, step_errors
+from fitact.base import UsageError
+from fitact.fitter.analysis import REALS, Activation, Asymptote, float_check, gap, roots
+from fitact.fitter.expr import Array, geometric, value
+from fitact.fitter.numerics import (
+    Moments,
+    Weight,
+    about,
+    dp_borders,
+    newton,
+    nodes,
+    quadrature,
+    running,
+    step_errors,
+)
 from fitact.fitter.records import StepFit, check_bits
 
-from .fewbit import DOMAIN, without_noise
+from .fewbit import DOMAIN, best_levels, refine, without_noise
 
 METHOD = "relumix"
-OBJECTIVES = ("primitive", "derivative")
 RESTARTS = 4  # of the annealing, by default
 LEAST_POWER = 0.52  # of x in a tail whose square has an integral: 1/2, and a margin for the test
 CELLS = 4000
@@ -49,7 +58,8 @@ ANNEALING_STEPS = 40
 POWERS = (0.35, 0.4, 0.45, 0.5, 0.55)  # of |h″|: the square root spaces many knots best, a smaller power few
 TIE = 1e-8  # relative difference of objectives that count as equal
 OUTSIDE = 1e9  # the objective of knots that are no mixture's, or too far out, or too near each other
-DIGITS = 10  # after the point, of knots in the units of the search; Newton finds them to 12
+DIGITS = 10  # after the point, of knots; Newton finds them to 12
+UNSEEN = 0.1  # of the changes of f′: what the search may overlook
 Progress = Callable[[float], None]
 
 # The coefficients of the paper's text: free weights (the last one follows) and knots.
@@ -103,7 +113,7 @@ def fit(
         The fit.
 
     Raises:
-        UsageError: bits, objective, restarts or seed are out of range, or f has no such mixture.
+        UsageError: bits are out of range, or f has no such mixture, or one that the search would not find.
 
     Warns:
         FitWarning: floating point fails on the formula, see `float_check.problem`.
@@ -116,30 +126,40 @@ def fit(
 
 
 def published(name: str) -> StepFit:
-    """Return the mixture whose coefficients the paper prints, one of `PUBLISHED`."""
+    """Return the mixture whose coefficients the paper prints, one of `PUBLISHED`.
+
+    Its objective is the integral from −38.2277 to 38.2277, the paper's half-width (appendix E); the rest counts
+    less than 1e-8.
+    """
     function, objective, free, knots = PUBLISHED[name]
     activation = Activation.of(function)
-    found = Mixture(np.array(knots), np.cumsum([0.0, *free, 1.0 - sum(free)]), math.nan)
-    found = replace(found, objective=evaluated(activation, found, objective))
+    weights = np.array([*free, 1.0 - sum(free)])
+    slopes = np.concatenate([[0.0], np.cumsum(weights)])
+    edge = -2 * math.log(1e-8 / 2)
+
+    def wrong(at: Array) -> Array:
+        if objective == "derivative":
+            return np.asarray(activation.derivative(at) - slopes[np.searchsorted(knots, at)])
+        return np.asarray(activation.value(at) - np.maximum(at[..., None] - knots, 0.0) @ weights)
+
+    total = quadrature(lambda at: wrong(at) ** 2, np.union1d(np.linspace(-edge, edge, 4001), knots)).sum()
+    found = Mixture(np.array(knots), slopes, float(total))
     return _record(activation, found, name, {"objective": objective, "source": "arXiv 2406.16282"})
 
 
 def _record(activation: Activation, found: Mixture, name: str, options: dict[str, float | str]) -> StepFit:
-    borders = without_noise(found.knots, np.max(np.abs(found.knots))).astype(np.float32)
+    borders = without_noise(found.knots, np.max(np.abs(found.knots))).astype(np.float32).astype(np.float64)
     levels = found.slopes.astype(np.float32).astype(np.float64)
-    if np.any(np.diff(borders) <= 0):
-        raise UsageError(f"bits: {len(borders)} knots coincide in float32; use fewer bits")
-    weight = Weight()
-    errors = step_errors(activation, weight, DOMAIN, borders.astype(np.float64), levels, even=False)
+    errors = step_errors(activation, Weight(), DOMAIN, borders, levels, even=False)
     return StepFit(
         name=name,
         method=METHOD,
         activation=activation,
         bits=(len(levels) - 1).bit_length(),
         domain=DOMAIN,
-        weight=weight,
+        weight=Weight(),
         even=False,
-        borders=tuple(borders.astype(np.float64).tolist()),
+        borders=tuple(borders.tolist()),
         levels=tuple(levels.tolist()),
         error={**errors, "objective": float(f"{found.objective:.10g}")},
         options=options,
@@ -151,12 +171,6 @@ def mixture(
 ) -> Mixture:
     """Return the best mixture found, in float64; for arguments and errors see `fit`."""
     check_bits(bits, StepFit.BITS)
-    if objective not in OBJECTIVES:
-        raise UsageError(f"objective: expected {' or '.join(OBJECTIVES)}, got {quote(objective)}")
-    if not 0 <= restarts <= 1000:
-        raise UsageError(f"restarts: expected 0 to 1000, got {quote(restarts)}")
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"seed: expected 0 to 4294967295, got {quote(seed)}")
     left, right = asymptotes(activation)
     count = 2**bits - 1
     jumps = [point.at for point in activation.breakpoints() if point.kind == "jump"]
@@ -175,17 +189,17 @@ def mixture(
         )
     if objective == "derivative":
         return _derivative_optimum(activation, count, left, right)
-    frame = Frame.of(activation, left, right)
-    problem = Primitive(activation, left, right, frame)
-    found = single(problem) if count == 1 else search(problem, activation, count, restarts, seed, progress)
-    return frame.undone(found)
+    problem = Primitive(activation, left, right)
+    return single(problem) if count == 1 else search(problem, activation, count, restarts, seed, progress)
 
 
+@np.errstate(invalid="ignore")  # what is not finite is refused
 def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
     """Return the lines that f tends to on both sides.
 
     Raise UsageError if one side has none, or f tends to it so slowly that the square of the distance has no
-    integral, or f is not finite somewhere.
+    integral. Raise it too unless f′ changes near 0, where the search puts knots, and slowly enough for its cells:
+    the changes that are seen there are compared with all, which are those between its extrema and at its jumps.
     """
     for side, end in zip((-1, 1), activation.asymptotes, strict=True):
         toward = f"as x tends to {'+' if side > 0 else '-'}infinity"
@@ -206,45 +220,30 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
                 f"{activation}: {toward} it nears its asymptote too slowly for the squared distance to have an "
                 "integral; use --method fewbit"
             )
-    for point in breaks(activation.formula, -REACH, REACH)[0].values():
-        for side in (-1, 1):
-            beside = value(activation.formula, shifted(point, side, "1e-12"), 15)
-            if not abs(beside) < 1e9 * (1 + abs(point)):
-                raise UsageError(
-                    f"{activation}: it is not finite near x = {float(point):.6g}, "
-                    "and a mixture of ReLUs is; use --method fewbit on a domain without that point"
-                )
-    return activation.asymptotes
-
-
-def evaluated(activation: Activation, found: Mixture, objective: str) -> float:
-    """Return the objective of any mixture with the right slopes at both ends.
-
-    `primitive` is ∫ (h − h̃)² from −38.2277 to 38.2277, the paper's half-width (appendix E), with h̃ on the left
-    asymptote before the first knot; the rest counts less than 1e-8. `derivative` is ∫ (h′ − h̃′)² over the same
-    interval.
-    """
-    left, _ = asymptotes(activation)
-    edge = -2 * math.log(1e-8 / 2)
-    inner = np.union1d(found.knots, activation.switch_points(-edge, edge))
-    edges = np.union1d(np.linspace(-edge, edge, 4001), inner)
-
-    def wrong(at: Array) -> Array:
-        if objective == "derivative":
-            return activation.derivative(at) - found.slopes[np.searchsorted(found.knots, at)]
-        hinges = np.maximum(at[..., None] - found.knots, 0.0) @ found.weights
-        return activation.value(at) - (left.intercept + left.slope * at) - hinges
-
-    return float(quadrature(lambda at: wrong(at) ** 2, edges).sum())
+    left, right = activation.asymptotes
+    step = 0.05
+    places = np.arange(-HALF_WIDTH, HALF_WIDTH, step) + step / 2
+    jumps = np.array([point.at + side * gap(point.at) for point in activation.breakpoints() for side in (-1, 1)])
+    bends = roots(activation.second_derivative_formula, -REALS, REALS).at
+    slopes = activation.derivative(np.sort(np.concatenate([places, bends, jumps])))
+    total = np.abs(np.diff([left.slope, *slopes, right.slope])).sum()
+    beside = activation.derivative(jumps[np.abs(jumps) < HALF_WIDTH])
+    seen = np.abs(activation.second_derivative(places)).sum() * step + np.abs(beside[1::2] - beside[::2]).sum()
+    if activation.steps() is None and not abs(seen / total - 1) <= UNSEEN:
+        raise UsageError(
+            f"{activation}: its slope changes too far from 0, or too suddenly, for the search for knots, which "
+            f"covers x from -{HALF_WIDTH:g} to {HALF_WIDTH:g} in steps of {step:g}: shift and scale its x, or use "
+            "--method fewbit"
+        )
+    return left, right
 
 
 def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixture | None:
     """Return f itself if f′ is a step function with at most `count` borders, else None; spare knots do nothing."""
-    corners = [point.at for point in activation.breakpoints()]
-    bends = roots(activation.second_derivative_formula, -REALS, REALS)
-    if len(corners) > count or bends.reach < math.inf or any(sign for *_, sign in bends.signs):
+    found = activation.steps()
+    if found is None or len(found) > count:
         return None
-    corners = corners or [0.0]
+    corners = found.tolist() or [0.0]
     edge = 1 + max(map(abs, corners))
     ends = np.array([corners[0] - 1, *corners, corners[-1] + 1])
     middles = activation.derivative((ends[:-1] + ends[1:]) / 2)
@@ -262,22 +261,9 @@ def _derivative_optimum(activation: Activation, count: int, left: Asymptote, rig
     switches = activation.switch_points(-width, width)
     marks = np.union1d(switches, roots(activation.second_derivative_formula, -width, width).at)
     moments = Moments(activation.derivative, np.ones_like, -width, width, marks, CELLS)
-    knots = dp_borders(moments, count + 1, ends)
-
-    def levels(knots: Array) -> Array:
-        mass, first, _ = np.diff(moments.at(knots), axis=1)
-        return np.concatenate([[ends[0]], first / mass, [ends[1]]])
-
-    def gradient(knots: Array) -> Array:
-        return 2 * activation.derivative(knots) - levels(knots)[:-1] - levels(knots)[1:]
-
-    def total(knots: Array) -> float:
-        parts = moments.between(knots)
-        y = levels(knots)
-        return float(np.sum(parts[2] - 2 * y * parts[1] + y * y * parts[0]))
-
-    knots = newton(gradient, knots, ~np.isin(knots, switches), switches)
-    return Mixture(knots, levels(knots), max(total(knots), 0.0))
+    knots = refine(moments, activation, dp_borders(moments, count + 1, ends), switches, ends)
+    slopes = best_levels(moments, knots, ends)
+    return Mixture(knots, slopes, float(about(moments.between(knots), slopes).sum()))
 
 
 # --- the objective
@@ -291,59 +277,6 @@ class Mixture:
     slopes: Array  # of h̃ between them, (2^k,); the weights a are their differences
     objective: float  # what was minimised
 
-    @property
-    def weights(self) -> Array:
-        """The weights a, (2^k − 1,)."""
-        return np.diff(self.slopes)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Units in which an activation bends near 0, and by about one: x = center + scale·u, h = size·g.
-
-    The literature's activations do so as they are, and keep their own units: center 0, scale 1 and size 1.
-    """
-
-    center: float
-    scale: float
-    size: float
-
-    @classmethod
-    def of(cls, activation: Activation, left: Asymptote, right: Asymptote) -> Frame:
-        """Return the units for an activation with these asymptotes."""
-        bends = roots(activation.second_derivative_formula, -REALS, REALS).at
-        marks = np.concatenate([[0.0], bends, activation.switch_points(-REALS, REALS)])
-        marks = marks[np.abs(marks) < REACH]
-        steps = geometric(1e-9, REACH, 2000)
-        x = np.unique(np.concatenate([marks, *(mark + side * steps for mark in marks for side in (-1, 1))]))
-        lines = [line.slope * x + line.intercept for line in (left, right)]
-        off = np.min([np.abs(activation.value(x) - line) for line in lines], axis=0)
-        off[off < 1e-12 * np.abs(lines[0])] = 0.0  # rounding
-        share = np.cumsum(off[1:] ** 4 * np.diff(x))  # with this power slow tails do not count
-        if not share[-1] > 0:
-            return cls(0.0, 1.0, 1.0)
-        low, middle, high = np.interp([0.1, 0.5, 0.9], share / share[-1], x[1:])
-        size = 2.0 ** np.round(np.log2(off.max()))
-        scale = 2.0 ** np.round(np.log2(high - low))
-        corners = [point.at for point in activation.breakpoints() if abs(point.at) < REACH]
-        apart = any(abs(corner - middle) > scale * HALF_WIDTH / 8 for corner in corners)
-        near = apart or (abs(middle) < 6.0 and 2.0**-3 <= scale <= 2.0**6)
-        size = 1.0 if 2**-6 <= size <= 2**6 else float(size)
-        return cls(0.0, 1.0, size) if near else cls(float(middle), float(scale) / 4, size)
-
-    def line(self, end: Asymptote) -> Asymptote:
-        """Return an asymptote in these units."""
-        slope = end.slope * self.scale / self.size
-        return Asymptote("line", slope, (end.intercept + end.slope * self.center) / self.size)
-
-    def undone(self, found: Mixture) -> Mixture:
-        """Return a mixture in the units of the activation."""
-        return Mixture(
-            self.center + self.scale * found.knots,
-            found.slopes * self.size / self.scale,
-            found.objective * self.size**2 * self.scale,
-        )
-
 
 class Primitive:
     """∫ (h − h̃)² over all x as a function of the knots.
@@ -353,21 +286,16 @@ class Primitive:
 
     A table holds the integrals of g, x g and g² from 0, and of the squared distances from the asymptotes, on cells
     whose ends include 0 and every break of h; a knot adds the integral over part of a cell. Beyond ±1e5 a distance
-    counts as a power of x, with the exponent seen there. Everything here is in the units of the frame.
+    counts as a power of x, with the exponent seen there.
     """
 
-    def __init__(self, activation: Activation, left: Asymptote, right: Asymptote, frame: Frame) -> None:
-        def h(u: Array) -> Array:
-            return activation.value(frame.center + frame.scale * u) / frame.size
-
-        self.h = h
-        self.frame = frame
-        self.left, self.right = frame.line(left), frame.line(right)
+    def __init__(self, activation: Activation, left: Asymptote, right: Asymptote) -> None:
+        self.h = activation.value
+        self.left, self.right = left, right
         cells = 240
         outer = geometric(INNER, REACH, cells)
         spaced = np.concatenate([-outer, np.linspace(-INNER, INNER, 2 * cells + 1), outer])
-        switches = (activation.switch_points(-REALS, REALS) - frame.center) / frame.scale
-        self.edges = np.union1d(spaced, np.append(0.0, switches[np.abs(switches) < REACH]))
+        self.edges = np.union1d(spaced, np.append(0.0, activation.switch_points(-REACH, REACH)))
         rows = self._rows(self.edges[:-1], self.edges[1:])
         middle = int(np.searchsorted(self.edges, 0.0))
         # outward from 0, so that small integrals near 0 are not differences of large ones
@@ -512,7 +440,7 @@ def search(
 ) -> Mixture:
     """Follow every start to the bottom of its valley and return the deepest."""
     found: list[tuple[float, Array]] = []
-    spaced = [*_spaced(problem, activation, count)]
+    spaced = [*_spaced(activation, count)]
     for i in range(len(spaced) + restarts):
         restart = np.random.default_rng([seed, i - len(spaced)]) if i >= len(spaced) else None
         bottom = _descend(problem, spaced[i] if restart is None else _anneal(problem, count, restart))
@@ -529,22 +457,17 @@ def search(
     return Mixture(knots, slopes, objective)
 
 
-def _spaced(problem: Primitive, activation: Activation, count: int) -> Iterator[Array]:
+def _spaced(activation: Activation, count: int) -> Iterator[Array]:
     """Yield knots spaced by the densities |h″|^p, where each corner has a knot's share, and evenly among these."""
-    frame = problem.frame
     places = np.linspace(-HALF_WIDTH, HALF_WIDTH, 16001)
-    bend = np.abs(activation.second_derivative(frame.center + frame.scale * places)) * frame.scale**2 / frame.size
+    bend = np.abs(activation.second_derivative(places))
     bend = np.where(np.isfinite(bend), bend, 0.0)
-    reach = frame.scale * HALF_WIDTH
-    corners = [
-        (corner.at - frame.center) / frame.scale
-        for corner in activation.breakpoints(frame.center - reach, frame.center + reach)
-    ]
+    corners = activation.breakpoints(-HALF_WIDTH, HALF_WIDTH)
     for power in POWERS:
         density = bend**power
         mass = density.sum() or 1.0
         for corner in corners:
-            near = np.abs(places - corner) <= 0.5
+            near = np.abs(places - corner.at) <= 0.5
             density[near] += mass / count / np.count_nonzero(near)
         if not density.any():
             density[np.abs(places) <= 1] = 1.0

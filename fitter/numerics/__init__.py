@@ -14,6 +14,7 @@ from .minimax import minimax as minimax
 from .minimax import singles_of as singles_of
 from .moments import Function as Function
 from .moments import Moments as Moments
+from .moments import about as about
 from .moments import nodes as nodes
 from .moments import quadrature as quadrature
 from .moments import running as running

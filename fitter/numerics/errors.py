@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fitact.base import UsageError
-from fitact.fitter.analysis import Activation, gap, roots
+from fitact.fitter.analysis import Activation, roots
 from fitact.fitter.expr import Array
 
 from .moments import Moments, nodes, quadrature, running
@@ -42,7 +42,7 @@ def step_errors(
     marks = np.union1d(breakpoints, roots(activation.second_derivative_formula, low, high).at)
     grid = Moments(activation.derivative, weight, low, high, marks, CELLS).grid
     edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
-    check_seen(activation, edges, corners)
+    check_seen(activation, edges)
 
     at, weights = nodes(edges[:-1], edges[1:])
     missing = error(at)
@@ -59,27 +59,19 @@ def step_errors(
     errors = {
         "objective": objective,
         "rms": np.sqrt(objective / mass),
-        "max": _supremum(error, edges, missing, jumps=True),
+        "max": _supremum(error, inside(edges), missing),
         "primitive_norm": np.sqrt((risen**2 * weights).sum(axis=1).sum()),
-        "primitive_max": _supremum(primitive, edges, risen, jumps=False),
+        "primitive_max": _supremum(primitive, (edges[:-1], edges[1:]), risen),
     }
     return {key: float(f"{value:.10g}") for key, value in errors.items()}
 
 
-def check_seen(activation: Activation, edges: Array, corners: Array) -> None:
+def check_seen(activation: Activation, edges: Array) -> None:
     """Raise UsageError if the integral of f′ over a cell is not the growth of f: a narrow feature was missed.
 
-    All extrema of f′ are edges, and those of f become some, so a step or bump between two nodes still lifts f from
-    one edge to the next.
+    All extrema of f′ are edges, so a step between two nodes lifts f from one edge to the next.
     """
-    extrema = roots(activation.derivative_formula, edges[0], edges[-1]).at
-    beside = [extremum for extremum in extrema if all(abs(extremum - corner) > gap(corner) for corner in corners)]
-    edges = np.union1d(edges, beside)
-    starts, ends = (
-        np.where(np.isin(at, corners), limit, at)  # f may jump there
-        for at, limit in zip((edges[:-1], edges[1:]), inside(edges), strict=True)
-    )
-    before, after = activation.value(starts), activation.value(ends)
+    before, after = map(activation.value, inside(edges))  # at an edge f may jump
     with np.errstate(invalid="ignore"):  # what is not finite is refused
         grown = after - before
         integral = quadrature(activation.derivative, edges)
@@ -111,14 +103,12 @@ def inside(edges: Array) -> tuple[Array, Array]:
     return starts + inset, ends - inset
 
 
-def _supremum(function: Callable[[Array], Array], edges: Array, inner: Array, *, jumps: bool) -> float:
-    """Return sup |function| of a function that is smooth between the edges.
+def _supremum(function: Callable[[Array], Array], cells: tuple[Array, Array], inner: Array) -> float:
+    """Return sup |function| of a function that is smooth on each of some cells, from their starts to their ends.
 
-    The search looks at cells' ends and at `inner`, the values at their nodes, then closer around the largest. If
-    the function jumps between cells, a point a hair inside each end gives the limit there.
+    The search looks at cells' ends and at `inner`, the values at their nodes, then closer around the largest.
     """
-    starts, ends = edges[:-1], edges[1:]
-    limits = np.stack(inside(edges) if jumps else (starts, ends), axis=1)
+    limits = np.stack(cells, axis=1)
     values = np.abs(np.concatenate([function(limits.ravel()).reshape(limits.shape), inner], axis=1))
     best = float(values.max())
     for cell in np.argsort(-values.max(axis=1), kind="stable")[:3]:

@@ -121,7 +121,7 @@ def spread(moments: Array) -> Array:
         return np.asarray(np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0))
 
 
-def about(moments: Array, level: float) -> Array:
-    """Return ∫w·(g − level)² from the moments W, F, S of an interval, (3, …)."""
+def about(moments: Array, level: float | Array) -> Array:
+    """Return ∫w·(g − level)² from the moments W, F, S of intervals, (3, …): (…)."""
     mass, first, second = moments
     return np.asarray(np.maximum(second - 2 * level * first + level * level * mass, 0.0))

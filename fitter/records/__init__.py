@@ -21,6 +21,7 @@ from .fit import StepFit as StepFit
 from .reading import from_json as from_json
 from .reading import read as read
 from .validate import check_bits as check_bits
+from .validate import check_domain as check_domain
 from .weights import Calibration as Calibration
 from .weights import Site as Site
 from .weights import read_weights as read_weights

@@ -11,22 +11,8 @@ import numpy as np
 import pytest
 
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.shape import (
-    REALS,
-    Asymptote,
-    Breakpoint,
-    Monotone,
-    Piece,
-    asymptote,
-    breakpoints,
-    derivative_range,
-    parity,
-    pieces,
-    switch_points,
-)
+from fitact.fitter.analysis.shape import REALS, Asymptote, Breakpoint, Monotone, Piece
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.expr.atoms import x
-from fitact.fitter.expr.parser import parse
 
 INF = math.inf
 UNIT = Asymptote("line", 1, 0, INF)
@@ -127,7 +113,7 @@ def same(a: Asymptote, b: Asymptote) -> bool:
 
 
 def check_pieces(found: Monotone, low: float, high: float, directions: list[int], turns: list[float]) -> None:
-    assert found.complete
+    assert math.isinf(found.reach)
     assert [piece.direction for piece in found.pieces] == directions
     assert (found.pieces[0].low, found.pieces[-1].high) == (low, high)
     edges = [piece.low for piece in found.pieces[1:]]
@@ -143,20 +129,19 @@ def test_every_entry_has_its_shape_here() -> None:
 
 @pytest.mark.parametrize("name", sorted(CATALOG_SHAPES))
 def test_catalog(name: str) -> None:
-    f, expected = Activation.of(name).formula, CATALOG_SHAPES[name]
-    df = f.diff(x)
+    f, expected = Activation.of(name), CATALOG_SHAPES[name]
     marks = [
         *(Breakpoint(at, "jump") for at in expected.jumps),
         *(Breakpoint(at, "corner") for at in expected.corners),
     ]
-    assert breakpoints(f, df) == tuple(sorted(marks, key=lambda mark: mark.at))
-    assert parity(df) == expected.parity
-    assert same(asymptote(f, -1), expected.left) and same(asymptote(f, 1), expected.right)
-    found = pieces(f, df)
+    assert f.breakpoints() == tuple(sorted(marks, key=lambda mark: mark.at))
+    assert f.derivative_parity(10.0) == expected.parity
+    assert same(f.asymptotes[0], expected.left) and same(f.asymptotes[1], expected.right)
+    found = f.monotone()
     check_pieces(found, -REALS, REALS, expected.directions, expected.turns)
     assert [root.at for root in found.roots] == pytest.approx([at for at, _ in expected.roots], rel=1e-12)
     assert [(root.order_below, root.order_above) for root in found.roots] == [(n, n) for _, n in expected.roots]
-    assert derivative_range(f, df, df.diff(x)) == pytest.approx(expected.range, rel=1e-12, abs=1e-15)
+    assert f.derivative_range() == pytest.approx(expected.range, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +167,8 @@ def test_catalog(name: str) -> None:
     ],
 )
 def test_asymptotes(text: str, left: Asymptote, right: Asymptote) -> None:
-    f = parse(text)
-    assert same(asymptote(f, -1), left)
-    assert same(asymptote(f, 1), right)
+    f = Activation.of(text)
+    assert same(f.asymptotes[0], left) and same(f.asymptotes[1], right)
 
 
 TWO_SINES = [s * (2 * math.pi / 3) + 2 * math.pi * k for k in range(-5, 6) for s in (-1, 1)]
@@ -221,9 +205,9 @@ WINDOWS = [edge + 2 * math.pi * k / 3 for k in range(-2, 3) for edge in EDGE]
     ],
 )
 def test_pieces(text, domain, directions, turns, roots) -> None:
-    f = parse(text)
+    f = Activation.of(text)
     low, high = domain or (-REALS, REALS)
-    found = pieces(f, f.diff(x), low, high)
+    found = f.monotone(low, high)
     if directions is None:  # they alternate
         directions = [found.pieces[0].direction * (-1) ** k for k in range(len(turns) + 1)]
     check_pieces(found, low, high, directions, turns)
@@ -233,33 +217,33 @@ def test_pieces(text, domain, directions, turns, roots) -> None:
 
 
 def test_pieces_begin_where_a_formula_is_defined() -> None:
-    f = parse("log(x)")
-    assert pieces(f, f.diff(x)).pieces == (Piece(0, REALS, 1),)
+    f = Activation.of("log(x)")
+    assert f.monotone().pieces == (Piece(0, REALS, 1),)
 
 
 def test_orders_that_differ_or_are_infinite() -> None:
-    f = parse("where(x > 0, x**3, -x**4)")
-    (root,) = pieces(f, f.diff(x)).roots
+    f = Activation.of("where(x > 0, x**3, -x**4)")
+    (root,) = f.monotone().roots
     assert (root.at, root.order_below, root.order_above) == (0, 3, 2)
 
 
 def test_narrow_bump() -> None:
     """f′ = 1 − 2su exp(−u²), u = s(x − c), s = 1e5: zero at u exp(−u²) = 1/(2s); extreme at u² = 1/2."""
-    f = parse("x + exp(-((x - 777.123)*1e5)**2)")
+    f = Activation.of("x + exp(-((x - 777.123)*1e5)**2)")
     with mpmath.workdps(40):
         extrema = [
             mpmath.findroot(lambda u: u * mpmath.exp(-u * u) - mpmath.mpf("5e-6"), start) for start in (5e-6, 3.6)
         ]
         turns = [float(mpmath.mpf("777.123") + u / 100_000) for u in extrema]
-    check_pieces(pieces(f, f.diff(x)), -REALS, REALS, [1, -1, 1], turns)
+    check_pieces(f.monotone(), -REALS, REALS, [1, -1, 1], turns)
     steep = 1e5 * math.sqrt(2 / math.e)
-    assert derivative_range(f, f.diff(x), f.diff(x, 2)) == pytest.approx((1 - steep, 1 + steep), rel=1e-8)
+    assert f.derivative_range() == pytest.approx((1 - steep, 1 + steep), rel=1e-8)
 
 
 def test_unboundedly_many_pieces() -> None:
-    f = parse("x + 2*sin(x)")
-    found = pieces(f, f.diff(x))
-    assert not found.complete and len(found.pieces) > 60 and found.reach > 90
+    f = Activation.of("x + 2*sin(x)")
+    found = f.monotone()
+    assert len(found.pieces) > 60 and 90 < found.reach < math.inf
     turns = [
         at
         for k in range(40)
@@ -268,7 +252,7 @@ def test_unboundedly_many_pieces() -> None:
     assert [root.at for root in found.roots if root.at > 0] == pytest.approx(
         [at for at in turns if at < found.reach], rel=1e-15
     )
-    assert derivative_range(f, f.diff(x), f.diff(x, 2)) == pytest.approx((-1, 3), rel=1e-15)
+    assert f.derivative_range() == pytest.approx((-1, 3), rel=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +273,9 @@ def test_unboundedly_many_pieces() -> None:
     ],
 )
 def test_ranges(text, domain, expected) -> None:
-    f = parse(text)
+    f = Activation.of(text)
     low, high = domain or (-REALS, REALS)
-    assert derivative_range(f, f.diff(x), f.diff(x, 2), low, high) == pytest.approx(expected, rel=1e-14, abs=1e-30)
+    assert f.derivative_range(low, high) == pytest.approx(expected, rel=1e-14, abs=1e-30)
 
 
 @pytest.mark.parametrize(
@@ -314,15 +298,15 @@ def test_ranges(text, domain, expected) -> None:
     ],
 )
 def test_breakpoints(text: str, jumps: list[float], corners: list[float]) -> None:
-    f = parse(text)
-    found = breakpoints(f, f.diff(x), -100, 100)
+    f = Activation.of(text)
+    found = f.breakpoints(-100, 100)
     assert [point.at for point in found if point.kind == "jump"] == pytest.approx(jumps, rel=1e-15)
     assert [point.at for point in found if point.kind == "corner"] == pytest.approx(corners, rel=1e-15)
 
 
 def test_double_crossings_are_found() -> None:
-    f = parse("where(sin(3*x) > 0.9999, x, -x)")
-    found = breakpoints(f, f.diff(x), -20, 20)
+    f = Activation.of("where(sin(3*x) > 0.9999, x, -x)")
+    found = f.breakpoints(-20, 20)
     expected = [edge + 2 * math.pi * k / 3 for k in range(-12, 13) for edge in EDGE]
     assert [point.at for point in found] == pytest.approx(
         [at for at in sorted(expected) if abs(at) < 20], rel=1e-12
@@ -331,14 +315,14 @@ def test_double_crossings_are_found() -> None:
 
 
 def test_switch_points_include_harmless_ones() -> None:
-    assert switch_points(parse("relu(x)**2 + abs(x - 0.1)"), -5, 5).tolist() == [0, 0.1]
-    assert switch_points(parse("relu(x - 7)"), -5, 5).size == 0
-    assert switch_points(parse("where(abs(x) > 1, x, 0)"), -5, 5).tolist() == [-1, 0, 1]
+    assert Activation.of("relu(x)**2 + abs(x - 0.1)").switch_points(-5, 5).tolist() == [0, 0.1]
+    assert Activation.of("relu(x - 7)").switch_points(-5, 5).size == 0
+    assert Activation.of("where(abs(x) > 1, x, 0)").switch_points(-5, 5).tolist() == [-1, 0, 1]
 
 
 def test_parity() -> None:
     texts = {"sin(x)": "even", "x**2": "odd", "x + x**2": None, "exp(-x**2)": "odd", "log(x)": None, "3*x": "even"}
-    assert {text: parity(parse(text).diff(x)) for text in texts} == {**texts, "log(x)": "odd"}
-    assert parity(parse("x*where(x > 9.9, 2, 1)").diff(x)) is None
-    assert parity(parse("sqrt(x)").diff(x)) is None
+    assert {text: Activation.of(text).derivative_parity(10.0) for text in texts} == {**texts, "log(x)": "odd"}
+    assert Activation.of("x*where(x > 9.9, 2, 1)").derivative_parity(10.0) is None
+    assert Activation.of("sqrt(x)").derivative_parity(10.0) is None
     assert np.isfinite(REALS)

@@ -207,7 +207,7 @@ def test_states_the_error_of_its_numbers(name, bits, domain, weight):
     assert not stated
 
 
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("objective", ["primitive", "derivative"])
 @pytest.mark.parametrize("name", ["tanh", "elu", "softsign"])
 def test_a_mixture_states_the_errors_of_its_numbers(name, objective):
     """Over the domain; its objective, over the reals, is in test_relumix.py."""
@@ -467,7 +467,7 @@ REFUSED = [
     ("abs(x - pi)**0.999", DOMAIN, "uniform", "infinite at x = 3.14159"),  # and its integral is finite
     ("x + abs(x - 1/3)**0.99", DOMAIN, "uniform", "infinite at x = 0.333333"),
     # narrower than what a grid on the domain can see, or than float64 itself
-    ("tanh", (-1e30, 1e30), "uniform", "'tanh(x)': its derivative is too steep"),
+    ("tanh", (-1e30, 1e30), "uniform", "domain: expected numbers of at most 1e+12"),
     # bumps narrower than any cell, which end where they began
     ("exp(-(1e12*(x - 0.1234567))**2)", DOMAIN, "uniform", "is too steep, near x = 0.123457"),
     ("x + exp(-(1e12*(x - 0.1234567))**2)/1e3", DOMAIN, "uniform", "is too steep, near x = 0.123457"),

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fitact.FitWarning")
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "relumix.json").read_text())
 BEST, PUBLISHED = REFERENCE["best"], REFERENCE["published"]
 EDGE = 38.2277  # the paper's half-width
+OBJECTIVES = ("primitive", "derivative")
 
 
 # --- the oracle: f and f′ in NumPy and SciPy, and how far f is from the line on either side
@@ -219,10 +220,6 @@ def test_published_coefficients_evaluate_to_the_published_figure(name):
             level = slopes[np.searchsorted(knots, (a + b) / 2)]
             expected += quad(lambda x, level=level: (oracle.derivative(x) - level) ** 2, [a, b])
     assert expected == pytest.approx(row["value"], rel=2e-6 if row["objective"] == "derivative" else 1e-9)
-    found = relumix.Mixture(knots, slopes, 0.0)
-    assert relumix.evaluated(activation(row["activation"]), found, row["objective"]) == pytest.approx(
-        expected, rel=1e-9
-    )
     assert relumix.published(name).error["objective"] == pytest.approx(expected, rel=1e-9)
 
 
@@ -251,11 +248,12 @@ def test_states_the_distance_over_all_reals_and_ends_on_both_asymptotes(name, bi
     oracle, found = ORACLES[name], mixed(name, bits)
     assert found.objective == pytest.approx(distance(oracle, found.knots, found.slopes), rel=1e-8)
     (m0, b0), (m1, b1) = oracle.left, oracle.right
-    assert found.knots.shape == found.weights.shape == (2**bits - 1,)
+    weights = np.diff(found.slopes)
+    assert found.knots.shape == weights.shape == (2**bits - 1,)
     assert np.all(np.diff(found.knots) > 0)
     assert found.slopes[0] == pytest.approx(m0, abs=1e-12)
-    assert found.weights.sum() == pytest.approx(m1 - m0, abs=1e-12)
-    assert -(found.weights @ found.knots) == pytest.approx(b1 - b0, abs=1e-12)
+    assert weights.sum() == pytest.approx(m1 - m0, abs=1e-12)
+    assert -(weights @ found.knots) == pytest.approx(b1 - b0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +334,7 @@ class Brute:
         return float(total[best]), np.array(knots)
 
 
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", full([name for name in SEARCHED if name not in ALGEBRAIC], ("gelu", "elu")))
 def test_brute_force_over_three_knots_finds_nothing_better(name, objective):
     found = mixed(name, 2, objective)
@@ -351,6 +349,7 @@ def test_brute_force_over_three_knots_finds_nothing_better(name, objective):
 
 # --- refusals
 
+UNSEEN = "its slope changes too far from 0, or too suddenly"
 NO_LINE = "a mixture of ReLUs is a straight line"
 REFUSED = [
     *((text, bits, NO_LINE) for text in ("x**2", "relu2", "sin(x)", "exp", "log(1 + x**2)") for bits in (1, 2)),
@@ -365,6 +364,9 @@ REFUSED = [
     ("x + (1 + x**2)**(-0.2)", 2, "too slowly"),
     ("relu(x) + (1 + relu(-x))**(-0.4)", 2, "as x tends to -infinity it nears its asymptote too slowly"),
     ("relu(x) + (1 + relu(x))**(-0.4)", 2, "as x tends to +infinity it nears its asymptote too slowly"),
+    # too far from 0, too wide, too narrow, infinite
+    *((text, 2, UNSEEN) for text in ("gelu(x - 200)", "softplus(x/100)", "tanh(1000*x)")),
+    *((text, bits, UNSEEN) for text in ("exp(-x**2)/x + relu(x)", "relu(x) + 1/(x - 1)") for bits in (1, 2)),
 ]
 
 
@@ -374,19 +376,7 @@ def test_refused(text, bits, reason):
     assert reason in message and message.startswith("activation '")
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"objective": "value"}, "objective: expected primitive or derivative, got 'value'"),
-        ({"restarts": -1}, "restarts: expected 0 to 1000, got -1"),
-        ({"restarts": 1001}, "restarts: expected 0 to 1000"),
-    ],
-)
-def test_refused_options(options, reason):
-    assert reason in refused(relumix.fit, Activation.of("tanh"), 2, "a_fit", **options)
-
-
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("power", [0.6, 0.75])
 def test_a_slow_tail_whose_square_has_an_integral(power, objective):
     """|x|^-0.6 squared is |x|^-1.2."""
@@ -422,7 +412,7 @@ LINEAR = [
 ]
 
 
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("text", "bits", "knots", "slopes"), LINEAR)
 def test_broken_lines_are_exact(text, bits, knots, slopes, objective):
     fit = relumix.fit(Activation.of(text), bits, "a_fit", objective=objective)
@@ -443,7 +433,7 @@ def test_a_jump_is_no_matter_to_the_derivative(text, jumps, slopes):
     assert fit(x).tolist() == [float(slopes[i]) for i in np.searchsorted(jumps, x)]
 
 
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(
     "text", ["relu(x) + exp(-(x - 9)**2)", "abs(x) + 0.5*exp(-20*(x + 7)**2)", "relu(x) + 0.1*tanh(x - 20)"]
 )
@@ -462,18 +452,17 @@ SIMILAR = [
     pytest.param("gelu(x) + x/2 + 3", 1, 1, marks=pytest.mark.full),
     pytest.param("gelu(x - 5)", 1, 1, marks=pytest.mark.full),
     ("gelu(x - 30)", 1, 1),
-    ("gelu(x - 200)", 1, 1),
     pytest.param("gelu(x/5)*5", 5, 5, marks=pytest.mark.full),
-    ("gelu(x/100)*100", 100, 100),
+    ("gelu(x/10)*10", 10, 10),
     pytest.param("gelu(10*x)/10", 0.1, 0.1, marks=pytest.mark.full),
-    ("gelu(1000*x)/1000", 0.001, 0.001),
+    ("gelu(30*x)/30", 1 / 30, 1 / 30),
     pytest.param("100*gelu(x)", 1, 100, marks=pytest.mark.full),
     ("gelu(x)/1000000", 1, 1e-6),
     ("1000000*gelu(x)", 1, 1e6),
 ]
 
 
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("text", "width", "height"), SIMILAR)
 def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objective):
     found = relumix.mixture(Activation.of(text), 2, objective, 1, 0, float)

@@ -130,7 +130,7 @@ def _pieces(monotone: Monotone) -> str:
         high = "" if abs(piece.high) >= monotone.reach or piece.high > 1e38 else f" to {_number(piece.high)}"
         texts.append(verbs[piece.direction] + (f"{low}{high}" or " everywhere"))
     count = len(texts)
-    if not monotone.complete:
+    if math.isfinite(monotone.reach):
         few = ", ".join(texts) if count <= MOST else f"{count} of them"
         return f"{few} for |x| below {monotone.reach:.3g}; beyond, f' has too many roots to be counted"
     bits = (count - 1).bit_length()
@@ -162,7 +162,7 @@ def _fewbit(f: Activation) -> str:
     fewbit.check_finite(f, low, high)
     steps = f.steps(0.0 if f.derivative_parity(high) == "even" else low, high)
     if steps is not None:
-        bits = max((steps - 1).bit_length(), 1)
+        bits = max(len(steps).bit_length(), 1)
         return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function"
     if any(map(math.isinf, f.derivative_range())):
         return f"yes, but beyond the domain {low:g} {high:g} an unbounded derivative is cut off"
