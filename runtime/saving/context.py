@@ -68,15 +68,16 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         recompute_attention: bool = False,
         offload: Amount = False,
     ) -> None:
-        self._policy, self._recompute_attention = policy_of(error, bits), recompute_attention
-        self._offload = offload
+        self._error, self._bits, self._policy = error, bits, policy_of(error, bits)
+        self._recompute_attention, self._offload = recompute_attention, offload
         offload_hooks(offload)  # which checks it
-        more = [f"bits={bits}"] if bits else []
-        more += ["recompute_attention=True"] * recompute_attention + [f"{offload=}"] * bool(offload)
-        self._given = ", ".join([f'"{error}"', *more])
 
     def __str__(self) -> str:
-        return f"saving({self._given})"
+        given = [f'"{self._error}"']
+        given += [f"bits={self._bits}"] if self._bits else []
+        given += ["recompute_attention=True"] * self._recompute_attention
+        given += [f"offload={self._offload!r}"] if self._offload else []
+        return f"saving({', '.join(given)})"
 
     @property
     def exact(self) -> bool:
