@@ -493,6 +493,7 @@ class Quantised(Stored):
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
         self.sources = [Stored(part, hooks).settle() for part in parts]
+        self._outside = hooks
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
@@ -513,6 +514,11 @@ class Quantised(Stored):
     def is_decoded(self) -> bool:
         """Return True."""
         return True
+
+    def decoded(self, tensor: Tensor) -> None:
+        """Note that a tensor was decoded: where gradients are differentiated, it is saved again, in its codes."""
+        if self.version == 0:
+            marked(tensor.untyped_storage(), self._outside).add(self)
 
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: codes do not change with the tensor."""

@@ -256,6 +256,27 @@ def test_what_is_quantised(name: str) -> None:
     assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
 
 
+@pytest.mark.parametrize("error", ["exact", "rounding", "coarse"])
+def test_gradients_of_gradients_save_no_more(error: str) -> None:
+    """What backward decodes is saved again by the graph of the gradient: in the same codes."""
+    net, x = nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(128, 8)
+
+    def step() -> Tensor:
+        z = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(net(z).sum(), z, create_graph=True)
+        return gradient.square().mean()
+
+    sizes, gradients = [], []
+    for context in (nullcontext(), saving(error)):
+        with count_saved(net) as saved, context:
+            loss = step()
+        sizes.append(saved.bytes)
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*net.parameters()][:3])]))
+    before, after = sizes
+    assert after < before - (error != "exact") * 128 * 64 * 4
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0 if error == "exact" else 0.1)
+
+
 def test_unknown_error() -> None:
     with pytest.raises(UsageError, match="error: expected 'exact', 'rounding' or 'coarse', got 'none'"):
         saving("none")
