@@ -178,7 +178,7 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "activations": {
         "fewbit": ("bits", "domain", "weight", "seed"),
         "relumix": ("bits", "objective", "restarts", "seed"),
-        "inverted": ("bits", "domain", "tol"),
+        "inverted": ("bits", "domain", "tol", "family"),
         "output": ("derivative",),
     },
     "gates": {"recompute": ()},

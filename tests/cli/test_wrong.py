@@ -131,6 +131,8 @@ fit --fn 'silu(g)' --method recompute --name a -> got no factor of u
 fit --fn gelu --method inverted --bits 0 -> use --bits 1
 fit --fn gelu --method inverted --tol 0 --name a -> tol: expected 1e-6 to 0.01, got 0.0
 fit --fn gelu --method inverted --tol 1e-3 -> --name is required for --tol
+fit --fn gelu --method inverted --family published --bits 1 -> --family published takes no --name
+fit --fn mish --method inverted --family published -> --family published: expected gelu or silu, got 'mish'
 fit --fn gelu --method inverted --domain -10 10 -> --name is required for --domain
 fit --fn 'x + 2*sin(x)' --method inverted --name a -> too many monotone pieces over the reals
 fit --fn tanh --method relumix --bits 2 --domain -5 5 --weight normal --name a -> has no --domain or --weight
@@ -210,7 +212,7 @@ codegen good.json --out file -> cannot be
 """
 # Every option that a method does not have.
 OPTIONS = {"bits": "2", "domain": "-5 5", "weight": "normal", "seed": "3", "objective": "primitive"}
-OPTIONS |= {"restarts": "3", "tol": "1e-3", "derivative": "y"}
+OPTIONS |= {"restarts": "3", "tol": "1e-3", "family": "rational", "derivative": "y"}
 REFUSED += "\n".join(
     f"fit --fn {function} --method {method} --{option} {value} -> --method {method} has no --{option}: "
     for kind, function in (("activations", "tanh"), ("gates", "swiglu"), ("formulas", "dyt"))

@@ -27,6 +27,11 @@ MAKES: list[tuple[str, str, dict[str, Any]]] = [
         "mine",
         {"even": False, "domain": (-10.0, 10.0), "options": {"objective": "derivative", "restarts": 2, "seed": 7}},
     ),
+    (
+        "inverted --fn silu --family published",
+        "silu_inverted_published",
+        {"bits": 1, "options": {"source": "arXiv 2407.15545"}},
+    ),
     ("output --fn 'asinh(x)' --derivative '1/cosh(y)' --name own", "own", {"derivative": "1/cosh(y)"}),
 ]
 

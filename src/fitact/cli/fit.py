@@ -90,6 +90,12 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "--tol", type=Finite(), metavar="E", help="Target error of the derivative for inverted.  [default: 8e-5]"
 )
 @click.option(
+    "--family",
+    type=click.Choice(["rational", "published"]),
+    help="Approximants of inverted: quotients of polynomials, or the formulas and coefficients of its paper, for gelu "
+    "and silu.  [default: rational]",
+)
+@click.option(
     "--derivative",
     metavar="EXPR",
     help="For output: the derivative as an expression in the output y; it is checked.  [default: the catalog's]",
@@ -124,6 +130,7 @@ def fit(
     learned: Sequence[str],
     objective: str | None,
     tol: float | None,
+    family: str | None,
     derivative: str | None,
     restarts: int | None,
     seed: int,
@@ -141,6 +148,7 @@ def fit(
       fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu02
       fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn gelu --method inverted
+      fitact fit --fn gelu --method inverted --family published
       fitact fit --fn tanh --method output
       fitact fit --fn "asinh(x)" --method output --derivative "1/cosh(y)" --name own_asinh
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
@@ -155,7 +163,7 @@ def fit(
     numbers = named("--learn", map(_learned, learned))
     kind = _kind_of(method, functions, numbers)
     given: dict[str, Any] = {"bits": bits or None, "domain": domain, "weight": weight}
-    given |= {"objective": objective, "tol": tol, "derivative": derivative}
+    given |= {"objective": objective, "tol": tol, "family": family, "derivative": derivative}
     given |= {"restarts": restarts, "seed": seed or None}
     own = METHODS[kind][method]
     _check_options(method, own, [option for option, value in given.items() if value is not None])
@@ -180,7 +188,12 @@ def fit(
         "--derivative": derivative is not None,
         "an expression": not {*CATALOG, *GATES, *LEARNED}.issuperset(functions),
     }
-    if name is None and any(special.values()):
+    if family == "published":
+        if bits or domain or tol or parameters or name:
+            raise UsageError("--family published takes no --name, --bits, --domain, --tol and --param")
+        if others := [function for function in functions if function not in ("gelu", "silu")]:
+            raise UsageError(f"--family published: expected gelu or silu, got {quote(others[0])}")
+    elif name is None and any(special.values()):
         what = next(option for option, given in special.items() if given)
         raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
     if name is not None:
@@ -193,7 +206,7 @@ def fit(
         Syntax(derivative, "derivative").check_names(("y",))
 
     from fitact.fitter.analysis import Activation, Gate, Learned
-    from fitact.fitter.methods import make
+    from fitact.fitter.methods import make, published
     from fitact.fitter.records import InvertedFit, StepFit
 
     from .tables import fits as show_fits
@@ -214,7 +227,10 @@ def fit(
             _warn_of_domain(weighing, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
             given["bits"] = k
-            options = {key: given[key] for key in own if given[key] is not None}
+            if family == "published":
+                made.append(published(f"{activation.name}_inverted_published"))
+                continue
+            options = {key: given[key] for key in own if given[key] is not None and key != "family"}
             if method in ("relumix", "inverted"):
                 options["progress"] = partial(advance, bar, i)
             fit = make(RECORDED[kind] + method, activation, name or f"{activation.name}_{method}", **options)
