@@ -92,8 +92,8 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 @click.option(
     "--family",
     type=click.Choice(["rational", "published"]),
-    help="Approximants of inverted: quotients of polynomials, or the formulas and coefficients of its paper, for gelu "
-    "and silu.  [default: rational]",
+    help="Approximants of inverted: quotients of polynomials, or the formulas and numbers of its paper (gelu, "
+    "silu).  [default: rational]",
 )
 @click.option(
     "--derivative",
