@@ -242,7 +242,9 @@ def test_pictures_are_drawn_under_default_parameters(
 def test_an_error_that_is_infinite_names_the_formula() -> None:
     fit = from_json(FIT.read_text("utf-8"))
     error = dict.fromkeys(fit.error, 0.0) | {next(iter(fit.error)): math.inf}
-    with pytest.raises(UsageError, match=r"error\.\w+ of 'tanh\(x\)': expected a finite number of at least 0, got inf"):
+    with pytest.raises(
+        UsageError, match=r"error\.\w+ of 'tanh\(x\)': expected a finite number of at least 0, got inf"
+    ):
         replace(fit, error=error)
 
 
