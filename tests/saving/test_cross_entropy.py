@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -51,22 +52,24 @@ class Model(nn.Module):
         return F.cross_entropy(logits, self.target, **self.options)
 
 
-@precisions
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"ignore_index": 0}],
-    ids=["mean", "sum", "none", "ignored", "first ignored"],
+OPTIONS: tuple[dict[str, Any], ...] = (
+    *({}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"ignore_index": 0}),
 )
+SIZES = (  # classes, rows, PIECE, how many pieces
+    (5, 2, by_rows.PIECE, 1),
+    (50, 260, by_rows.PIECE, 5),  # a quarter of the logits in each, in multiples of 8 rows
+    (50, 260, 800, 17),  # logits in each
+    (50, 2600, 800, 65),  # a 64th of them
+)
+LARGE = [  # which take long
+    pytest.param(50257, 100, by_rows.PIECE, 5, {}, HALF, marks=pytest.mark.full),
+    pytest.param(4096, 4 * by_rows.PIECE // 4096 + 34, by_rows.PIECE, 5, OPTIONS[2], None, marks=pytest.mark.full),
+]
+
+
 @pytest.mark.parametrize(
-    ("classes", "rows", "piece", "pieces"),
-    [
-        (5, 2, by_rows.PIECE, 1),
-        (50, 260, by_rows.PIECE, 5),  # a quarter of the logits in each, in multiples of 8 rows
-        (50, 260, 800, 17),  # logits in each
-        (50, 2600, 800, 65),  # a 64th of them
-        pytest.param(50257, 100, by_rows.PIECE, 5, marks=pytest.mark.full),
-        pytest.param(4096, 4 * by_rows.PIECE // 4096 + 34, by_rows.PIECE, 5, marks=pytest.mark.full),
-    ],
+    ("classes", "rows", "piece", "pieces", "options", "autocast"),
+    [*((*sizes, *how) for sizes in SIZES for how in product(OPTIONS, (None, HALF))), *LARGE],
 )
 def test_gradients_and_bytes(
     classes: int,

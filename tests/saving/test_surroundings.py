@@ -449,7 +449,6 @@ def seen(case: Case, of: Example, model: nn.Module) -> Any:
         return f"raises {type(error).__name__}: {error}"
 
 
-ROUNDED = {("gradient penalty", "gemma2")}  # second derivatives of the cross entropy of logits that are recomputed
 MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in backward
 
 
@@ -470,10 +469,14 @@ def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
     return marks
 
 
+# The quick models go through every case, of the others each through a fourth, and each case has a fourth of them.
 ROWS = [
     pytest.param(name, case, marks=_marks(name, case))
-    for name in (*SMALL, *REAL)
-    for case in ({**CASES, **(COMPILED if name in QUICK else {}), **ALONE} if name in SMALL else CASES)
+    for i, name in enumerate((*SMALL, *REAL))
+    for j, case in enumerate(
+        {**CASES, **ALONE, **COMPILED} if name in QUICK else {**CASES, **(ALONE if name in SMALL else {})}
+    )
+    if name in QUICK or (i + j) % 4 == 0
 ]
 
 
@@ -498,10 +501,6 @@ def test_table(name: str, case: str) -> None:
         return
     if case == MAY_RAISE and isinstance(found, str):
         assert "modified by an inplace operation" in found
-        return
-    if (case, name) in ROUNDED:
-        largest = max(one.abs().max() for one in expected.values())
-        assert all((one - found[key]).abs().max() <= 1e-6 * largest for key, one in expected.items())
         return
     assert not differences(expected, found)
 
