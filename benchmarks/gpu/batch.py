@@ -36,7 +36,7 @@ GROWING = {
 COMPARED = ("baseline", "exact", "rounding", "coarse", "checkpointing", "selective checkpointing")
 TINY_GROWTH = "batch", 1
 REHEARSED = ("baseline", "exact", "checkpointing")
-REHEARSED_MIB = 8
+REHEARSED_MIB = 4
 MOST = 2**12  # units
 
 
@@ -126,7 +126,7 @@ def most(fits: Callable[[int], bool]) -> int:
 
 
 def step_fits(subject: Loaded, forward: Forward, inputs: Inputs, device: str) -> bool:
-    """Return whether a step fits the memory; that of a rehearsal is 8 MiB."""
+    """Return whether a step fits the memory; that of a rehearsal is 4 MiB."""
     try:
         memory = step_memory(subject.model, partial(forward, inputs), device)
     except torch.OutOfMemoryError:

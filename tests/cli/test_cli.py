@@ -318,9 +318,13 @@ def examples_of(command: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip().startswith("fitact ")]
 
 
-# Layers repeat, so that two show what 24 or 32 do.
+# Layers repeat, so that two show what 24 or 32 do; the compiler takes longest, and is in the others' examples.
 SHALLOW = {"num_hidden_layers=24": "num_hidden_layers=2", "--hf llama": "--hf llama --set num_hidden_layers=2"}
-SHALLOW["plan --hf bert"] = "plan --hf bert --set num_hidden_layers=2"
+SHALLOW |= {"plan --hf bert": "plan --hf bert --set num_hidden_layers=2", "--hf gpt2": "--hf gpt2 --set n_layer=2"}
+SHALLOW |= {
+    "--timm convnext_atto": "--timm convnext_atto --no-compiler",
+    "--seq 2048 --lora q": "--no-compiler --lora q",
+}
 MEASURING = ("memory", "plan")
 
 

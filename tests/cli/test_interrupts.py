@@ -124,15 +124,16 @@ def run(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 @pytest.mark.parametrize("command", SOME)
-def test_at_a_random_moment(command: str, sign: signal.Signals, tmp_path: Path) -> None:
-    """The next run leaves what one leaves that was not disturbed."""
+def test_at_a_random_moment(command: str, tmp_path: Path) -> None:
+    """Interrupted or killed, the next run leaves what one leaves that was not disturbed."""
     undisturbed, *folders = (prepared(tmp_path / name) for name in "abc")
     began = time.monotonic()
     assert run(command, undisturbed) == (0, "")
     seconds = time.monotonic() - began
-    for after, folder in zip((random.Random(command).uniform(0, seconds), 0.8 * seconds), folders, strict=True):
+    chance = random.Random(command)
+    signals = chance.sample([signal.SIGINT, signal.SIGKILL], 2)
+    for after, sign, folder in zip((chance.uniform(0, seconds), 0.8 * seconds), signals, folders, strict=True):
         status, err = run(command, folder, (after, sign))
         # before the first line of fitact has run, Python ends itself, and tells how
         early = status == -sign or (status in (1, 130) and "KeyboardInterrupt" in err)

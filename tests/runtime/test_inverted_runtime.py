@@ -202,19 +202,8 @@ OWN: list[tuple[str, tuple[float, float] | None, int, Callable, Callable]] = [
     # the ones above in the ordinary run
     ("x**3", (-1e12, 1e12), 1, lambda x: 3 * x**2, lambda x: x**3),
     ("x + sin(x)**2", (-3, 3), 4, bumps, lambda x: x + x.sin() ** 2),
-    ("x**3 - x", (-10, 10), 3, lambda x: 3 * x**2 - 1, lambda x: x**3 - x),
-    ("x**4 - 2*x**2", (-2, 2), 4, lambda x: 4 * x**3 - 4 * x, lambda x: x**4 - 2 * x**2),
-    (
-        "x*sigmoid(2*x) + 0.1*x**2",
-        (-20, 20),
-        2,
-        lambda x: special.expit(2 * x) * (1 + 2 * x * special.expit(-2 * x)) + 0.2 * x,
-        lambda x: x * torch.sigmoid(2 * x) + 0.1 * x**2,
-    ),
     ("x*cos(x)", (-6, 6), 7, lambda x: np.cos(x) - x * np.sin(x), lambda x: x * x.cos()),
     ("exp(-x**2)", None, 2, lambda x: -2 * x * np.exp(-x * x), lambda x: (-x * x).exp()),
-    ("x*exp(-x**2)", (-3, 3), 3, lambda x: (1 - 2 * x * x) * np.exp(-x * x), lambda x: x * (-x * x).exp()),
-    ("log(1 + x**2)", (-1e6, 1e6), 2, lambda x: 2 * x / (1 + x * x), lambda x: (x * x).log1p()),
     ("x*sqrt(x)", (0, 4), 1, lambda x: 1.5 * np.sqrt(x), lambda x: x * x.sqrt()),
 ]
 EACH_OWN = pytest.mark.parametrize(

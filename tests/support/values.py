@@ -28,10 +28,11 @@ from fitact.fitter.expr.exact import value as exact_value
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
+from tests.conftest import INTERPRETED
 from tests.support.generated import load, patterns
 from tests.support.literature import LITERATURE
 from tests.support.reals import MP, REAL
-from tests.support.rows import listed
+from tests.support.rows import full, listed
 from tests.support.shared import shared
 
 Array = NDArray[np.float64]
@@ -102,11 +103,15 @@ FORMULAS = (
 
 
 def each(formulas: Sequence[Formula]) -> pytest.MarkDecorator:
-    """Parametrise `formula`; of WRITTEN every eighth stands for all outside of the full product."""
+    """Parametrise `formula`; of WRITTEN every eighth stands for all outside of the full product.
+
+    Interpreted, where tests/interpreted checks each function, every fourth of all does, and of the others every
+    second is left out.
+    """
     few = set(FORMULAS[: -len(WRITTEN)]) | set(FORMULAS[-len(WRITTEN) :: 8])
-    marks = [[] if formula in few else [pytest.mark.full] for formula in formulas]
-    pairs = zip(formulas, marks, strict=True)
-    return pytest.mark.parametrize("formula", [pytest.param(f, id=f.name, marks=m) for f, m in pairs])
+    if INTERPRETED:
+        formulas, few = [*formulas][::2], set(FORMULAS[::4])
+    return pytest.mark.parametrize("formula", full(formulas, few), ids=lambda formula: formula.name)
 
 
 EACH = each(FORMULAS)
