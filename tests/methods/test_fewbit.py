@@ -2,7 +2,7 @@
 
 import json
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -181,7 +181,7 @@ def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
     ("name", "bits", "domain", "weight"),
     [
         *cases((name, bits, DOMAIN, "uniform") for name in SMOOTH for bits in (1, 3)),
-        *((name, bits, DOMAIN, "uniform") for name in ("gelu", "hardswish", "selu", "tanh") for bits in (2, 4)),
+        *((name, bits, DOMAIN, "uniform") for name, bits in (("hardswish", 2), ("tanh", 4))),
         *(("gelu", 3, DOMAIN, weight) for weight in WEIGHTS),
         ("tanh", 2, DOMAIN, "normal(0,1)"),
         ("tanh", 3, DOMAIN, "where(abs(x) > 1, 1, 0)"),
@@ -189,7 +189,7 @@ def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
         ("gelu", 3, (0.0, 5.0), "uniform"),
         ("gelu", 2, (-0.5, 0.25), "uniform"),
         ("gelu", 2, (1.0, 1.001), "uniform"),
-        *((name, 3, (-size, size), "uniform") for name in ("gelu", "tanh", "selu") for size in (1e3, 1e4, 1e5)),
+        *((name, 3, (-size, size), "uniform") for name, size in (("gelu", 1e3), ("tanh", 1e4), ("selu", 1e5))),
     ],
 )
 def test_states_the_error_of_its_numbers(name, bits, domain, weight):
@@ -310,8 +310,7 @@ def test_no_random_restart_is_better(name, bits, domain, weight):
 # --- symmetry
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize(("name", "bits"), full(product(EVEN, BITS), lambda row: row[0] == "tanh" or row[1] == 2))
 def test_an_even_derivative_is_fitted_on_one_half(name, bits):
     a_fit = fitted(name, bits)
     assert a_fit.even is True
