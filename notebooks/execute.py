@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 300  # seconds for a cell: against hanging
+PROGRESS = re.compile(r"(fitact: \w+(, \d+ %)?, \d+ s\n)+")  # of a command that takes long
 COLORS = 96  # of a picture: line drawings lose nothing, and are a third of the size
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -61,7 +63,9 @@ def executed(path: Path, timeout: int = TIMEOUT) -> Any:
         client.execute(env=environment, cleanup_kc=True)
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
-        for output in cell.get("outputs", []):
+        for output in [*cell.get("outputs", [])]:
+            if output.get("name") == "stderr" and PROGRESS.fullmatch(output.text):
+                cell.outputs.remove(output)
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = smaller(output.data["image/png"])
     return notebook
