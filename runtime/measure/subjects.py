@@ -313,7 +313,8 @@ def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn
     """Return the blocks of a model, by name: the repeated ones, or those whose paths match patterns.
 
     The longest nn.ModuleList or nn.Sequential gives the class of a block: its most frequent one. All modules of
-    that class are blocks. A model that repeats nothing is itself the only block.
+    that class are blocks. Where it repeats no class, plain nn.Sequentials that hold the same are blocks. A model
+    that repeats nothing is itself the only block.
 
     Raises:
         UsageError: a pattern matches no module.
@@ -324,17 +325,20 @@ def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn
         paths = outermost(matching([path for path in modules if path], patterns, "blocks", "module"))
         return [(path, modules[path]) for path in paths]
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    counts: list[tuple[int, type]] = []
+    counts: Counter[Any] = Counter()
     for module in modules.values():
         if isinstance(module, containers):
-            classes = Counter(
-                type(child)
-                for child in module.children()
-                if any(child.children()) and not isinstance(child, containers)
-            )
-            counts += [(count, kind) for kind, count in classes.most_common(1) if count > 1]
+            own = Counter(_kind(child) for child in module.children() if any(child.children()))
+            counts |= Counter({kind: count for kind, count in own.items() if kind and count > 1})
     if not counts:
         return [("", model)]
-    kind = max(counts, key=lambda pair: pair[0])[1]
-    paths = outermost([path for path, module in modules.items() if type(module) is kind])
+    kind = max(counts, key=lambda kind: (isinstance(kind, type), counts[kind]))
+    paths = outermost([path for path, module in modules.items() if _kind(module) == kind])
     return [(path, modules[path]) for path in paths]
+
+
+def _kind(module: nn.Module) -> Any:
+    """Return what blocks have in common: a class, or what a plain nn.Sequential holds; None for containers."""
+    if type(module) is nn.Sequential:
+        return tuple(map(type, module.modules())), tuple(parameter.shape for parameter in module.parameters())
+    return None if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) else type(module)

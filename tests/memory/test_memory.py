@@ -657,6 +657,20 @@ def test_blocks(kind: str, block: str, count: int) -> None:
     assert [type(module).__name__ for _, module in blocks] == [block] * count
 
 
+def test_blocks_that_are_plain_containers() -> None:
+    """nn.Sequentials that hold the same are blocks, unless a class is repeated."""
+
+    def layer(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
+
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([*(layer(16) for _ in range(3)), layer(32)]), "head": layer(16)}
+    )
+    assert [path for path, _ in blocks_of(model)] == ["layers.0", "layers.1", "layers.2", "head"]
+    model["encoder"] = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2) for _ in range(2)))
+    assert [path for path, _ in blocks_of(model)] == ["encoder.0", "encoder.1"]
+
+
 def test_lora_trains_the_adapters() -> None:
     training = Training(lora=("q_proj", "v_proj"), rank=4)
     source = hugging_face("llama", SMALL["llama"])
