@@ -18,7 +18,7 @@ import sympy
 from flint import arb
 
 from . import balls, wide
-from .balls import INF, LARGEST, ONE, ZERO, Enclosure, Function, Interval, even, far, peak, rising
+from .balls import INF, LARGEST, NAN, ONE, ZERO, Enclosure, Function, Interval, even, far, peak, rising
 
 Expr = Any  # SymPy ships no types; a formula is a `sympy.Expr`
 
@@ -94,7 +94,7 @@ class _Atom(sympy.Function):
         """Return a constant's value, from which SymPy takes its sign; mpmath's own function may overflow."""
         from .exact import value  # it imports this file
 
-        found = value(self, 0) if not self.free_symbols else balls.NAN
+        found = value(self, 0) if not self.free_symbols else NAN
         return sympy.Float._new(found._mpf_, prec) if found.is_finite() else None
 
     def _eval_is_extended_real(self) -> bool | None:
@@ -254,7 +254,7 @@ relu: Any = _atom(
 absolute: Any = _atom(
     "abs", lambda u: sign(u), np.abs, abs, encloses=lambda _: balls.sizes, triton="_tl", parity=1
 )
-sign: Any = _atom("sign", lambda u: sympy.S.Zero, np.sign, arb.sgn, parity=-1)
+sign: Any = _atom("sign", lambda u: sympy.S.Zero, np.sign, lambda u: NAN if u.is_nan() else u.sgn(), parity=-1)
 
 
 def _chosen(a: Any, b: Any, side: int) -> Any:

@@ -18,7 +18,8 @@ from fitact.runtime.measure.reference import gelu_mlp
 from fitact.runtime.measure.sources import hugging_face, timm_model
 
 NO_BITS = (3.0, True, False, "3", [3], (3,), math.nan, np.float64(3), np.True_, 0.5, -1)
-NO_SIZES = (0, -1, 1.5, 2.0, True, "2", None, math.nan, math.inf, [2])
+NO_IMAGES = (0, -1, 1.5, 2.0, True, "2", math.nan, math.inf, [2])
+NO_SIZES = (*NO_IMAGES, None)
 
 
 def model() -> nn.Module:
@@ -32,28 +33,18 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
     "inverted.fit(bits)": (lambda bits: inverted.fit(GELU, "a", bits), (*NO_BITS, 1.0)),
     "activation(bits)": (lambda bits: fitact.activation("gelu", bits=bits), NO_BITS),
     "convert(bits)": (lambda bits: fitact.convert(model(), "fewbit", bits=bits), NO_BITS),
-    "convert(auto, bits)": (
-        lambda bits: fitact.convert(model(), "auto", bits, example_inputs=lambda model: None),
-        NO_BITS,
-    ),
     "measure(bits)": (lambda bits: measure(gelu_mlp, bits=(bits,)), (*NO_BITS, 0, 5, None)),
     "measure(all bits)": (lambda bits: measure(gelu_mlp, bits=bits), (3, "3", None)),
     "measure(batch)": (lambda batch: measure(gelu_mlp, batch=batch), NO_SIZES),
     "measure(seq)": (lambda seq: measure(gelu_mlp, seq=seq), NO_SIZES),
     "measure(budgets)": (
-        lambda budget: measure(gelu_mlp, budgets=(budget,)),
+        lambda one: measure(gelu_mlp, budgets=(one,)),
         (math.nan, math.inf, -0.5, 1.5, True, "1", None),
     ),
     "measure(all budgets)": (lambda budgets: measure(gelu_mlp, budgets=budgets), (0.5, "1", None)),
     "Training(rank)": (lambda rank: Training(rank=rank), NO_SIZES),
-    "hugging_face(image)": (
-        lambda image: hugging_face("vit", image=image),
-        tuple(size for size in NO_SIZES if size is not None),
-    ),
-    "timm_model(image)": (
-        lambda image: timm_model("resnet18", image=image),
-        tuple(size for size in NO_SIZES if size is not None),
-    ),
+    "hugging_face(image)": (lambda image: hugging_face("vit", image=image), NO_IMAGES),
+    "timm_model(image)": (lambda image: timm_model("resnet18", image=image), NO_IMAGES),
 }
 CASES = [(name, value) for name, (_, values) in CALLS.items() for value in values]
 

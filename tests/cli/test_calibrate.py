@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -65,23 +64,18 @@ def paths(file: str = "weights.json") -> list[str]:
 
 
 def test_the_table_and_the_file(models: Command) -> None:
-    status, out, err = models("calibrate calibrated_models:tiny --batch 5 --seq 3")
-    assert (status, err) == (0, "")
+    written = []
+    for _ in range(2):
+        status, out, err = models("calibrate calibrated_models:tiny --batch 5 --seq 3")
+        assert (status, err) == (0, "")
+        written.append(Path("weights.json").read_text("utf-8"))
     head, *rows, last = out.splitlines()
     assert head.split() == [*HEAD, "0.1", "%", "99.9", "%", "least", "largest"]
     assert [row.split()[:3] for row in rows] == [
-        ["0.act", "gelu", "240"],
-        ["1.act", "gelu", "240"],
-        ["0:silu", "silu", "240"],
-        ["1:silu", "silu", "240"],
+        [path, path[-4:].strip("01.:").replace("act", "gelu"), "240"] for path in paths()
     ]
-    assert last == "wrote weights.json"
-    assert paths() == ["0.act", "1.act", "0:silu", "1:silu"]
-    record = json.loads(Path("weights.json").read_text("utf-8"))
-    assert record["schema"] == "fitact.weights/1"
-    text = Path("weights.json").read_text("utf-8")
-    assert models("calibrate calibrated_models:tiny --batch 5 --seq 3")[0] == 0
-    assert Path("weights.json").read_text("utf-8") == text, "the same command gives the same bytes"
+    assert last == "wrote weights.json" and paths() == ["0.act", "1.act", "0:silu", "1:silu"]
+    assert written[0] == written[1], "the same command gives the same bytes"
 
 
 @pytest.mark.parametrize(

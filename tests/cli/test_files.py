@@ -1,19 +1,16 @@
 """Reading and writing files: only regular ones, whole or not at all, whatever happens to the process."""
 
-import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fitact.base import JobError, UsageError, read_text, remove_all, write, write_all
-from fitact.fitter.records.reading import from_json
 from tests.conftest import Command
 from tests.support.refusals import within
 
@@ -93,13 +90,19 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "new"
 
 
-def test_a_replaced_file_leaves_its_permissions(tmp_path: Path) -> None:
+def test_a_replaced_file_leaves_its_permissions_and_the_user_s_mask_holds(tmp_path: Path) -> None:
     for mode in (0o600, 0o664, 0o755):
         (tmp_path / "a").write_text("old")
         (tmp_path / "a").chmod(mode)
         write(tmp_path / "a", "new")
         assert (tmp_path / "a").read_text() == "new"
         assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "b", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -237,21 +240,3 @@ def test_pictures_are_drawn_under_default_parameters(
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert complaint in done.stderr and "Traceback" not in done.stderr and done.returncode == 0
     assert Path("own.svg").read_bytes() == Path("plain.svg").read_bytes()
-
-
-def test_an_error_that_is_infinite_names_the_formula() -> None:
-    fit = from_json(FIT.read_text("utf-8"))
-    error = dict.fromkeys(fit.error, 0.0) | {next(iter(fit.error)): math.inf}
-    with pytest.raises(
-        UsageError, match=r"error\.\w+ of 'tanh\(x\)': expected a finite number of at least 0, got inf"
-    ):
-        replace(fit, error=error)
-
-
-def test_the_user_s_mask_holds(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write(tmp_path / "a", "text")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

@@ -69,12 +69,9 @@ GATE = GATE.replace('"silu(g)*u"', '"sigmoid(g)*u"').replace('"name": "swiglu"',
 
 # A command line, and a part of its one line of error; status 2.
 REFUSED = """
---nonsense -> --nonsense
 fit -> --fn
-fit --fn tanh -> --bits
 fit --bits 3 -> --fn
 fit --fn tanh --bits 1 extra -> extra
-
 fit --fn '' --bits 3 -> empty
 fit --fn "__import__('os')" --bits 3 --name a -> unexpected character
 fit --fn x*10**10**10 --bits 3 --name a -> out of range
@@ -82,52 +79,35 @@ fit --fn '1 + 1' --bits 3 --name a -> does not depend on x
 fit --fn 'log(x)' --bits 3 --name a -> at x = -10
 fit --fn 'exp(exp(x))' --bits 3 --name a -> at x =
 fit --fn x/x**2 --bits 3 --name a -> at x = 0
-
 fit --fn tanh --bits 0 -> bits: expected 1, 2, 3 or 4
 fit --fn tanh --bits 1 --bits 9 -> is not in the range 0<=x<=4
-
 fit --fn tanh --bits 1 --seed x -> --seed
 fit --fn tanh --bits 1 --name a --seed -1 -> --seed
 fit --fn tanh --method inverted --name a --tol nan -> expected a finite number
-
-fit --fn tanh --bits 1 --name a --domain 1 1 -> domain
-fit --fn tanh --bits 1 --name a --domain nan 1 -> expected a finite number
 fit --fn tanh --bits 1 --name a --domain 1 -> --domain
-
 fit --fn tanh --bits 1 --name a --weight x -> weight 'x' is -10 at x = -10: expected 0 to 1e+30
-fit --fn tanh --bits 1 --name a --weight 'normal(0, -1)' -> deviation above 0
 fit --fn tanh --bits 1 --name a --weight 'x - x' -> zero all over
 fit --fn gelu --bits 1 --name a --weight weights.json -> it has 2 sites, choose one: '1', '2'
 fit --fn gelu --bits 1 --name a --weight weights.json#3 -> weights.json: it has no site '3': there are '1'
-fit --fn gelu --bits 1 --name a --weight none.json#1 -> none.json: cannot be read: no such file
 fit --fn gelu --bits 1 --name a --weight none#1 -> weight 'none#1'
-fit --fn gelu --bits 1 --name a --weight good.json -> good.json: schema: expected fitact.weights/1, got
 fit --fn gelu --bits 1 --name a --weight escape.json -> sites[0].path: expected 1 to 500 printable characters
-
-fit --fn tanh --fn x*tanh(x) --bits 1 -> --name is required for an expression
 fit --fn tanh --bits 1 --weight normal -> --name is required for --weight
 fit --fn tanh --bits 1 --domain -5 5 -> --name is required for --domain
 fit --fn leaky_relu --param negative_slope=0.2 --bits 1 -> --name is required for --param
 fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
-fit --fn tanh --bits 1 --bits 2 -o a.json -> for a single fit
 fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
 fit --fn leaky_relu --param negative_slope=x --bits 1 --name a -> expected NAME=NUMBER
-fit --fn tanh --name a --bits 1 --param slope=nan -> parameter
 fit --fn tanh --name a --bits 1 --param a=1 --param a=2 -> --param a: given twice
-
 fit --fn tanh --bits 1 -o folder -> folder
 fit --fn tanh --bits 1 -o '' -> expected the name of a file
 fit --fn tanh --bits 2 -o good.json -> good.json: another fit
 fit --fn tanh --bits 2 -o file.json -> --force
 fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
-
 fit --fn silu --method recompute -> --method recompute is for gates such as swiglu or silu(g)*u, got 'silu'
 fit --fn swiglu --fn silu --method recompute -> expected functions of one kind, got 'swiglu' and 'silu'
 fit --fn swiglu --method recompute --param a=1 -> a gate has no --param
-fit --fn 'silu(g)*u' --method recompute -> --name is required for an expression
 fit --fn 'silu(g + u)*u' --method recompute --name a -> which mixes g and u
 fit --fn 'silu(g)' --method recompute --name a -> got no factor of u
-
 fit --fn gelu --method inverted --bits 0 -> use --bits 1
 fit --fn gelu --method inverted --tol 0 --name a -> tol: expected 1e-6 to 0.01, got 0.0
 fit --fn gelu --method inverted --tol 1e-3 -> --name is required for --tol
@@ -136,12 +116,11 @@ fit --fn mish --method inverted --family published -> --family published: expect
 fit --fn gelu --method inverted --domain -10 10 -> --name is required for --domain
 fit --fn 'x + 2*sin(x)' --method inverted --name a -> too many monotone pieces over the reals
 fit --fn tanh --method relumix --bits 2 --domain -5 5 --weight normal --name a -> has no --domain or --weight
-fit --fn tanh --method relumix -> --bits is required for --method relumix
+fit --fn tanh --method relumix --bits 2 --restarts 1001 -> is not in the range 0<=x<=1000
 fit --fn tanh --method relumix --bits 2 --objective derivative -> --name is required for
 fit --fn 'asinh(x)' --method output --derivative '1/cosh(y)' -> --name is required for --derivative
 fit --fn tanh --fn gelu --method output -> no closed form
 fit --fn tanh --method output --derivative 'y*(1 - y)' --name a -> not that function of the output
-
 fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned parameters is recompute
 LEARN x*tanh(x) --learn '=1' -> a name is a Python identifier of at most 40 characters of ASCII
 LEARN x*tanh(x) --learn where=1 -> where is a function of formulas; choose another name
@@ -152,7 +131,6 @@ LEARN x*tanh(x) --learn forward=1 -> generated modules use that name themselves
 LEARN x*tanh(x) --learn _tl=1 -> names that begin with an underscore belong to generated modules
 LEARN x*tanh(x) --learn zz=1 -> the learned parameter zz is used nowhere
 LEARN a*x --learn a -> expected NAME=START or NAME:channel=START
-LEARN a*x --learn a:rows=1 -> expected NAME=START or NAME:channel=START
 LEARN a*x --learn a=inf -> expected a start that float32 holds, got inf
 LEARN a*x --learn a=1 --learn a=2 -> --learn a: given twice
 LEARN log(a)*x --learn a=0 -> with its start a=0 the formula is inf at x = -10
@@ -160,19 +138,14 @@ LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = 
 LEARN a --learn a=1 -> does not depend on x
 LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
 LEARN dyt --learn delta=1 -> dyt has no learned parameter 'delta'
-
-codegen --out nowhere none.json -> none.json: cannot be read: no such file
 codegen folder -> folder: cannot be read: is a directory
-codegen file -> file: not JSON
 codegen future.json -> future.json: schema: expected
 codegen good.json broken.json -> broken.json: bits: expected
 codegen hostile.json -> hostile.json: activation
 codegen good.json --out '' -> --out': expected the name of a folder
 codegen good.json twin.json -> two fits are called 'good'
 codegen gate.json --hub -> 'swiglu_recompute' is a gate that no MLP of transformers has
-plot good.json -o png -> ends in .png, .svg or .pdf
 plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder
-
 memory my_models:tiny --budget 1.5 -> --budget
 memory my_models:tiny --no-compiler -o a.png --plot a.png -> expected two files
 memory my_models:tiny --no-compiler --plot '' -> expected the name of a file
@@ -195,7 +168,6 @@ memory --hf bert --set hidden_size=100 -> bert: cannot be built: ValueError: The
 memory --hf bert --seq 513 -> bert: seq 513 does not fit, the model has positions for 512
 memory --hf wav2vec2 -> fitact does not know its inputs, input_values
 memory leaves:tiny -> leaves: cannot be imported: SystemExit: 4
-
 calibrate -> CALL
 calibrate nope:nope -> nope: cannot be imported
 calibrate my_models:nothing -> expected a model and its inputs, or a model and several batches

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +25,7 @@ from fitact.runtime.kernels.registry import is_generated, registered
 from tests.codegen.test_codegen import fit as made_up
 from tests.conftest import ROOT
 from tests.support.package import load
+from tests.support.processes import python
 from tests.support.rows import full
 
 SHIPPED = sorted(path.stem for path in (ROOT / "generated" / "fits").glob("*.json"))
@@ -129,46 +127,19 @@ def test_a_fit_may_be_called_like_anything_that_is_used(name: str, tmp_path: Pat
 
 # ---------------------------------------------------------------------------------------------------- running
 
-
-def run_script(script: str, *arguments: str, folder: Path, **environment: str) -> str:
-    """Run a script in a process that ignores the current folder and PYTHONPATH; return what it prints."""
-    (folder / "elsewhere").mkdir(exist_ok=True)
-    path = folder / "elsewhere" / "script.py"
-    path.write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-I", "-W", "error::UserWarning", path, folder, *arguments],
-        cwd=folder / "elsewhere",
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+STRICT = "error::UserWarning"
 
 
-def some(names: list[str], *modes: str) -> list[Any]:
-    """Each mode with a few modules, and in the full product with all."""
-    return [
-        pytest.param(mode, chosen, marks=marks, id=f"{mode}-{len(chosen)}")
-        for mode in modes
-        for chosen, marks in ((names, ()), (NAMES, pytest.mark.full))
-    ]
+MODES = [("as it is", ["gelu_inverted1", "softplus_output"]), ("interpreted", NAMES[:1])]
+MODES += [(mode, NAMES) for mode in ("as it is", "interpreted", "without triton")]
 
 
-@pytest.mark.parametrize(
-    ("mode", "names"),
-    [
-        *some(["gelu_inverted1", "softplus_output"], "as it is"),
-        *some(NAMES[:1], "interpreted"),
-        pytest.param("without triton", NAMES, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("mode", "names"), full(MODES, lambda row: row[1] is not NAMES))
 def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
     if mode == "interpreted":
         pytest.importorskip("triton", reason="Triton is for Linux only")
     interpreted = str(int(mode == "interpreted"))
-    found = run_script(OBSERVE, mode, *names, folder=folder, TRITON_INTERPRET=interpreted)
+    found = python(OBSERVE, folder, mode, *names, folder=folder, warnings=STRICT, TRITON_INTERPRET=interpreted)
     assert found == f"compared {len(names)}\n"
 
 
@@ -214,18 +185,18 @@ print(found.equal(expected), a.equal(b))
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "names"),
-    [*some(["gelu_inverted1"], "aot_eager"), pytest.param("inductor", NAMES[:2], marks=pytest.mark.full)],
-)
+BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("aot_eager", NAMES), ("inductor", NAMES[:2])]
+
+
+@pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
 def test_compiled_and_exported_without_fitact(
     backend: str, names: list[str], folder: Path, tmp_path: Path
 ) -> None:
     """A program loads with a copy of the folder, whatever the name that this is imported by."""
-    assert run_script(COMPILED, backend, *names, folder=folder) == f"compiled {len(names)}\n"
+    assert python(COMPILED, folder, backend, *names, folder=folder, warnings=STRICT) == f"compiled {len(names)}\n"
     shutil.copytree(folder / names[0], tmp_path / "project" / "layers" / "own")
     program = str(folder / f"{names[0]}.pt2")
-    assert run_script(LOADED, "project.layers.own", names[0], program, folder=tmp_path) == "True True\n"
+    assert python(LOADED, tmp_path, "project.layers.own", names[0], program, folder=tmp_path) == "True True\n"
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.shape import REALS, Asymptote, Breakpoint, Monotone, Piece
+from fitact.fitter.analysis.shape import REALS, Asymptote, Breakpoint, Monotone, Piece, Root
 from fitact.fitter.catalog import CATALOG
 
 INF = math.inf
@@ -26,8 +26,8 @@ def line(slope: float, intercept: float, side: int) -> Asymptote:
     return Asymptote("line", slope, intercept, side * slope * INF)
 
 
-def infinite(sign: int) -> Asymptote:
-    return Asymptote("infinite", limit=sign * INF)
+UNDEFINED, NONE = Asymptote("undefined"), Asymptote("none")
+UP, DOWN = (Asymptote("infinite", limit=limit) for limit in (INF, -INF))
 
 
 @dataclass
@@ -72,7 +72,7 @@ ALPHA, LAMBDA = 1.6732632423543772, 1.0507009873554805
 CATALOG_SHAPES = {
     "celu": Shape(flat(-1), UNIT, [1]),
     "elu": Shape(flat(-1), UNIT, [1]),
-    "exp": Shape(flat(0), infinite(1), [1], range=(0, INF)),
+    "exp": Shape(flat(0), UP, [1], range=(0, INF)),
     "gelu": dip("gelu"),
     "gelu_tanh": dip("gelu_tanh"),
     "hardshrink": Shape(line(1, 0, -1), UNIT, [1, 0, 1], [-0.5, 0.5], parity="even", jumps=[-0.5, 0.5]),
@@ -85,7 +85,7 @@ CATALOG_SHAPES = {
     "mish": dip("mish"),
     "quick_gelu": dip("quick_gelu"),
     "relu": Shape(flat(0), UNIT, [0, 1], [0], corners=[0]),
-    "relu2": Shape(flat(0), infinite(1), [0, 1], [0], range=(0, INF)),
+    "relu2": Shape(flat(0), UP, [0, 1], [0], range=(0, INF)),
     "relu6": Shape(flat(0), flat(6), [0, 1, 0], [0, 6], corners=[0, 6]),
     "selu": Shape(flat(-LAMBDA * ALPHA), line(LAMBDA, 0, 1), [1], range=(0, LAMBDA * ALPHA), corners=[0]),
     "serf": dip("serf"),
@@ -104,12 +104,8 @@ CATALOG_SHAPES = {
 
 
 def same(a: Asymptote, b: Asymptote) -> bool:
-    def near(u: float, v: float) -> bool:
-        return u == v or (math.isnan(u) and math.isnan(v)) or math.isclose(u, v, rel_tol=1e-15)
-
-    return (
-        a.kind == b.kind and near(a.slope, b.slope) and near(a.intercept, b.intercept) and near(a.limit, b.limit)
-    )
+    numbers = pytest.approx([b.slope, b.intercept, b.limit], rel=1e-15, nan_ok=True)
+    return bool(a.kind == b.kind and [a.slope, a.intercept, a.limit] == numbers)
 
 
 def check_pieces(found: Monotone, low: float, high: float, directions: list[int], turns: list[float]) -> None:
@@ -130,11 +126,8 @@ def test_every_entry_has_its_shape_here() -> None:
 @pytest.mark.parametrize("name", sorted(CATALOG_SHAPES))
 def test_catalog(name: str) -> None:
     f, expected = Activation.of(name), CATALOG_SHAPES[name]
-    marks = [
-        *(Breakpoint(at, "jump") for at in expected.jumps),
-        *(Breakpoint(at, "corner") for at in expected.corners),
-    ]
-    assert f.breakpoints() == tuple(sorted(marks, key=lambda mark: mark.at))
+    marks = [(at, "jump") for at in expected.jumps] + [(at, "corner") for at in expected.corners]
+    assert f.breakpoints() == tuple(Breakpoint(*mark) for mark in sorted(marks))
     assert f.derivative_parity(10.0) == expected.parity
     assert same(f.asymptotes[0], expected.left) and same(f.asymptotes[1], expected.right)
     found = f.monotone()
@@ -144,31 +137,24 @@ def test_catalog(name: str) -> None:
     assert f.derivative_range() == pytest.approx(expected.range, rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("text", "left", "right"),
-    [
-        ("sqrt(x)", Asymptote("undefined"), infinite(1)),
-        ("log(x)", Asymptote("undefined"), infinite(1)),
-        ("log(1 + x**2)", infinite(1), infinite(1)),
-        ("x**2", infinite(1), infinite(1)),
-        ("x**3", infinite(-1), infinite(1)),
-        ("exp(x)", flat(0), infinite(1)),
-        ("sin(x)", Asymptote("none"), Asymptote("none")),
-        ("x*cos(x)", Asymptote("none"), Asymptote("none")),
-        ("x + sin(x)", infinite(-1), infinite(1)),
-        ("sin(x)/x", flat(0), flat(0)),
-        ("1/sqrt(1 + x**2)", flat(0), flat(0)),
-        ("atan(x)", flat(-math.pi / 2), flat(math.pi / 2)),
-        ("squareplus(x)", flat(0), UNIT),
-        ("sqrt(1 + x**2)", line(-1, 0, -1), UNIT),
-        ("abs(x)", line(-1, 0, -1), UNIT),
-        ("(3*x**2 + x)/(x + 2)", line(3, -5, -1), line(3, -5, 1)),
-        ("0.1*x + 0.7*atan(x)", line(0.1, -0.35 * math.pi, -1), line(0.1, 0.35 * math.pi, 1)),
-    ],
-)
-def test_asymptotes(text: str, left: Asymptote, right: Asymptote) -> None:
-    f = Activation.of(text)
-    assert same(f.asymptotes[0], left) and same(f.asymptotes[1], right)
+ASYMPTOTES = {
+    **dict.fromkeys(("sqrt(x)", "log(x)"), (UNDEFINED, UP)),
+    **dict.fromkeys(("log(1 + x**2)", "x**2"), (UP, UP)),
+    **dict.fromkeys(("x**3", "x + sin(x)"), (DOWN, UP)),
+    "exp(x)": (flat(0), UP),
+    **dict.fromkeys(("sin(x)", "x*cos(x)"), (NONE, NONE)),
+    **dict.fromkeys(("sin(x)/x", "1/sqrt(1 + x**2)"), (flat(0), flat(0))),
+    "atan(x)": (flat(-math.pi / 2), flat(math.pi / 2)),
+    "squareplus(x)": (flat(0), UNIT),
+    **dict.fromkeys(("sqrt(1 + x**2)", "abs(x)"), (line(-1, 0, -1), UNIT)),
+    "(3*x**2 + x)/(x + 2)": (line(3, -5, -1), line(3, -5, 1)),
+    "0.1*x + 0.7*atan(x)": (line(0.1, -0.35 * math.pi, -1), line(0.1, 0.35 * math.pi, 1)),
+}
+
+
+@pytest.mark.parametrize("text", ASYMPTOTES)
+def test_asymptotes(text: str) -> None:
+    assert all(map(same, Activation.of(text).asymptotes, ASYMPTOTES[text]))
 
 
 TWO_SINES = [s * (2 * math.pi / 3) + 2 * math.pi * k for k in range(-5, 6) for s in (-1, 1)]
@@ -216,15 +202,9 @@ def test_pieces(text, domain, directions, turns, roots) -> None:
         assert [(z.order_below, z.order_above) for z in found.roots] == [(n, n) for _, n in roots]
 
 
-def test_pieces_begin_where_a_formula_is_defined() -> None:
-    f = Activation.of("log(x)")
-    assert f.monotone().pieces == (Piece(0, REALS, 1),)
-
-
-def test_orders_that_differ_or_are_infinite() -> None:
-    f = Activation.of("where(x > 0, x**3, -x**4)")
-    (root,) = f.monotone().roots
-    assert (root.at, root.order_below, root.order_above) == (0, 3, 2)
+def test_pieces_begin_where_a_formula_is_defined_and_orders_may_differ() -> None:
+    assert Activation.of("log(x)").monotone().pieces == (Piece(0, REALS, 1),)
+    assert Activation.of("where(x > 0, x**3, -x**4)").monotone().roots == (Root(0, 3, 2),)
 
 
 def test_narrow_bump() -> None:
@@ -255,53 +235,49 @@ def test_unboundedly_many_pieces() -> None:
     assert f.derivative_range() == pytest.approx((-1, 3), rel=1e-15)
 
 
+RANGES = {
+    "x**2": (-INF, INF),
+    "2*x + 1": (2, 2),
+    **dict.fromkeys(("sqrt(x)", "log(x)", "relu(x)**1.5"), (0, INF)),
+    "sqrt(abs(x))": (-INF, INF),
+    "1/(x - 0.3)": (-INF, 0),
+    "exp(-x**2)": (-math.sqrt(2 / math.e), math.sqrt(2 / math.e)),
+    "abs(x)": (-1, 1),
+    "where(x > 0, 3, -2)": (0, 0),
+}
+
+
 @pytest.mark.parametrize(
     ("text", "domain", "expected"),
     [
-        ("x**2", None, (-INF, INF)),
-        ("x**2", (-1, 3), (-2, 6)),
-        ("2*x + 1", None, (2, 2)),
-        ("sqrt(x)", None, (0, INF)),
-        ("sqrt(abs(x))", None, (-INF, INF)),
-        ("log(x)", None, (0, INF)),
-        ("1/(x - 0.3)", None, (-INF, 0)),
-        ("x + sin(x)**2", (-20, 20), (0, 2)),
-        ("exp(-x**2)", None, (-math.sqrt(2 / math.e), math.sqrt(2 / math.e))),
-        ("abs(x)", None, (-1, 1)),
-        ("relu(x)**1.5", None, (0, INF)),
-        ("where(x > 0, 3, -2)", None, (0, 0)),
+        *(("x**2", (-1, 3), (-2, 6)), ("x + sin(x)**2", (-20, 20), (0, 2))),
+        *((text, (-REALS, REALS), expected) for text, expected in RANGES.items()),
     ],
 )
 def test_ranges(text, domain, expected) -> None:
-    f = Activation.of(text)
-    low, high = domain or (-REALS, REALS)
-    assert f.derivative_range(low, high) == pytest.approx(expected, rel=1e-14, abs=1e-30)
+    assert Activation.of(text).derivative_range(*domain) == pytest.approx(expected, rel=1e-14, abs=1e-30)
 
 
-@pytest.mark.parametrize(
-    ("text", "jumps", "corners"),
-    [
-        ("where(x > 0, x + 1, x)", [0], []),
-        ("where(x > 0, x, where(x > -1, 2*x, -2))", [], [-1, 0]),
-        ("relu(x)**2", [], []),
-        ("x*abs(x)", [], []),
-        ("abs(x - 0.1)", [], [0.1]),
-        ("abs(abs(x) - 1)", [], [-1, 0, 1]),
-        ("relu(1 - abs(x - 3))", [], [2, 3, 4]),
-        ("sqrt(abs(x))", [], [0]),
-        ("where(x > 0, sqrt(x), 0)", [], [0]),
-        ("x/(1 + abs(x))", [], []),
-        ("max(x, sin(x))", [], []),
-        ("where(x*x > 2, 1, 0)", [-math.sqrt(2), math.sqrt(2)], []),
-        ("where((x - 5)*(x - 5.0001) < 0, 1, 0)", [5, 5.0001], []),
-        ("sign(x)*exp(-20)", [0], []),
-    ],
-)
-def test_breakpoints(text: str, jumps: list[float], corners: list[float]) -> None:
-    f = Activation.of(text)
-    found = f.breakpoints(-100, 100)
-    assert [point.at for point in found if point.kind == "jump"] == pytest.approx(jumps, rel=1e-15)
-    assert [point.at for point in found if point.kind == "corner"] == pytest.approx(corners, rel=1e-15)
+# f: its jumps; its corners
+BREAKS: dict[str, tuple[list[float], list[float]]] = {
+    "where(x > 0, x + 1, x)": ([0], []),
+    "where(x > 0, x, where(x > -1, 2*x, -2))": ([], [-1, 0]),
+    **dict.fromkeys(("relu(x)**2", "x*abs(x)", "x/(1 + abs(x))", "max(x, sin(x))"), ([], [])),
+    "abs(x - 0.1)": ([], [0.1]),
+    "abs(abs(x) - 1)": ([], [-1, 0, 1]),
+    "relu(1 - abs(x - 3))": ([], [2, 3, 4]),
+    **dict.fromkeys(("sqrt(abs(x))", "where(x > 0, sqrt(x), 0)"), ([], [0])),
+    "where(x*x > 2, 1, 0)": ([-math.sqrt(2), math.sqrt(2)], []),
+    "where((x - 5)*(x - 5.0001) < 0, 1, 0)": ([5, 5.0001], []),
+    "sign(x)*exp(-20)": ([0], []),
+}
+
+
+@pytest.mark.parametrize("text", BREAKS)
+def test_breakpoints(text: str) -> None:
+    found = Activation.of(text).breakpoints(-100, 100)
+    for kind, at in zip(("jump", "corner"), BREAKS[text], strict=True):
+        assert [point.at for point in found if point.kind == kind] == pytest.approx(at, rel=1e-15)
 
 
 def test_double_crossings_are_found() -> None:

@@ -11,8 +11,6 @@ import pytest
 from fitact.base import UsageError
 from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.catalog import LEARNED
-from fitact.fitter.methods.table import again, make
-from fitact.fitter.records.reading import from_json
 
 AT = np.array([-1e4, -30.0, -3.3, -0.4, -1e-3, 1e-3, 0.3, 2.2, 30.0, 1e4])
 
@@ -60,11 +58,6 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
     )
     for one in (formula.derivative_formula, *formula.gradient_formulas):
         assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
-
-
-def test_the_same_fit_again() -> None:
-    fit = make("learned_recompute", Learned.of("prelu", {"weight": (0.1, True)}), "own")
-    assert again(from_json(fit.to_json())).to_json() == fit.to_json()
 
 
 def test_the_catalog_is_of_formulas_that_are_finite() -> None:

@@ -94,15 +94,6 @@ def test_odd(what: str, command: Callable[[str], tuple[int, str, str]]) -> None:
     assert 0.002 < np.mean(pixels[..., :3].min(axis=2) < 0.5) < 0.5, "lines on a light ground"
 
 
-@pytest.mark.parametrize("domain", [(1e6, 2e6), (-2e6, -1e6)])
-def test_of_a_domain_far_away_a_part_is_drawn(domain: tuple[float, float]) -> None:
-    from fitact.fitter.plot import _inputs
-
-    x = _inputs(from_json(json.dumps(inverted(domain=domain))), "float32")  # type: ignore[arg-type]
-    assert len(x) > 100
-    assert domain[0] <= x.min() < x.max() <= domain[1]
-
-
 # ----------------------------------------------------------------------------------------------------------- text
 
 

@@ -1,10 +1,10 @@
 """The records of fits and calibrations: their JSON, and every way in which a file can be wrong."""
 
-import copy
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,16 @@ def test_round_trip(name: str) -> None:
     assert reader(name)("\n" + json.dumps(shuffled, indent="\t") + "\n\n") == found
     if name != "weights":
         assert found.digest() == hashlib.sha256(text.encode()).hexdigest()
-        assert (found.method, dict(getattr(found, "options", {}))) == (
-            RECORDS[name]["method"],
-            RECORDS[name].get("options", {}),
-        )
 
 
 def test_integers_are_numbers() -> None:
-    fit = from_json(changed(STEP, "domain", [-10, 10]))
-    assert isinstance(fit, StepFit) and all(isinstance(number, float) for number in fit.domain)
-    assert fit.to_json() == TEXT
+    assert from_json(changed(STEP, "domain", [-10, 10])).to_json() == TEXT
+
+
+def test_an_error_that_is_infinite_is_refused() -> None:
+    assert "expected a finite number" in refused(
+        replace, from_json(TEXT), error=dict.fromkeys(STEP["error"], math.inf)
+    )
 
 
 # ----------------------------------------------------------------------------------------------- its fields
@@ -110,7 +110,7 @@ DERIVATIVES = (
     *HOSTILE,
     "where(x > 0, 1, 0)",
     "lambda: y",
-    '""' + '"',
+    '"""',
     "y" * 3000,
     "(" * 9000,
 )
@@ -144,10 +144,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("domain.0", "domain[0]", "-10", -(10**400)),
         ("weight", "weight: expected text", None, 1, True, ["uniform"], {}),
         ("weight", "weight", *HOSTILE, "", "gauss", "normal(0, -1)", "normal(" + "1" * 100_000),
-        *(
-            ("weight", f"weight '{weight}' is ", weight)
-            for weight in ("-1", "x", "1/x", "log(x)", "1e300", "exp(x**2*20)", "1/(x-1)**2")
-        ),
+        ("weight", " at x = ", "-1", "x", "1/x", "log(x)", "1e300", "exp(x**2*20)", "1/(x-1)**2"),
         ("weight", ": it is zero all over", "0*x", "normal(1e300,1)"),
         ("domain", "of at most 1e+30", [-1.7e308, 1.7e308], [0.0, 1e31], [1e300, 1.1e300]),
         ("even", "even: expected", 0, 1, None, "true", [], {}),
@@ -244,12 +241,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("method", "method: coded is not fitted any more", "coded"),
     ],
     "learned": [
-        (
-            "activation.learned",
-            "is not that of 'dyt' in this catalog",
-            [],
-            [{"name": "alpha", "start": 0.5, "channel": True}],
-        ),
+        ("activation.learned", "is not that of 'dyt' in", [], [{"name": "alpha", "start": 0.5, "channel": True}]),
         ("activation.learned.0.start", "activation.learned[0].start: expected a number, got '1'", "1"),
         ("activation.learned.0.channel", "channel: expected true or false, got 1", 1),
         ("activation.name", "prelu has no learned parameter 'alpha'", "prelu"),
@@ -298,10 +290,8 @@ def test_what_is_wrong_is_named(name: str, path: str, message: str, value: objec
 
 @pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028", "\ud800", "k" * 100_000, ""])
 def test_hostile_keys(key: str) -> None:
-    for place in ("", "activation", "error", "options"):
-        record = copy.deepcopy(STEP)
-        (record[place] if place else record)[key] = [None]
-        refused(from_json, json.dumps(record))
+    for record in (STEP, *(STEP | {place: STEP[place] | {key: [None]}} for place in ("activation", "error"))):
+        refused(from_json, json.dumps(record | {key: [None]}))
     refused(from_json, f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}")
 
 
@@ -337,40 +327,26 @@ def test_no_record(part: str, text: str) -> None:
     assert part in refused(from_json, text)
 
 
-@pytest.mark.parametrize(
-    ("reads", "content", "part"),
-    [
-        *((one, None, "no such file") for one in (read, weights.read_weights)),
-        *((one, b"", "not JSON") for one in (read, weights.read_weights)),
-        *((one, b"[" * 100_000, "not JSON") for one in (read, weights.read_weights)),
-        *((one, b"[1]", "expected a JSON object") for one in (read, weights.read_weights)),
-        *((one, b'{"schema": 1, "schema": 2}', "schema: appears twice") for one in (read, weights.read_weights)),
-        *((one, b"\xff\xfe{}", "UTF-8") for one in (read, weights.read_weights)),
-        (read, TEXT.encode("utf-16"), "UTF-8"),
-        (read, b" " * (FIT.limit + 1), f"larger than the {FIT.limit} bytes"),
-        (read, b"9" * (FIT.limit + 1), "larger than"),
-        (weights.read_weights, b" " * (1 << 25) + b"{}", "larger than"),
-        (read, changed(STEP, "bits", 7).encode(), "bits: expected"),
-        (read, changed(STEP, "borders.1", 0.1).encode(), "borders[1]: expected"),
-        (read, changed(STEP, "weight", "gauss").encode(), "weight 'gauss'"),
-        (read, b'{"schema": "fitact.fit/7"}', "schema: expected"),
-    ],
-    ids=lambda part: getattr(part, "__module__", repr(part)[:30]),
-)
-def test_file_and_field_are_named(
-    reads: Callable[[Path], Any], content: bytes | None, part: str, tmp_path: Path
-) -> None:
+BAD_FILES = [
+    *((None, "no such file"), (b"", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[1]", "expected a JSON object")),
+    *((b'{"schema": 1, "schema": 2}', "schema: appears twice"), (b"\xff\xfe{}", "UTF-8")),
+    *((b" " * (1 << 25) + b"{}", "larger than"), (b"9" * (1 + (1 << 25)), "larger than")),
+    *((TEXT.encode("utf-16"), "UTF-8"), (changed(STEP, "bits", 7).encode(), "bits: expected")),
+    (b'{"schema": "fitact.fit/7"}', "schema: expected"),
+]
+
+
+@pytest.mark.parametrize(("content", "part"), BAD_FILES, ids=[repr(one)[:30] for one, _ in BAD_FILES])
+def test_file_and_field_are_named(content: bytes | None, part: str, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     path.write_text(TEXT, encoding="utf-8")
     assert read(path) == from_json(TEXT)
-    if content is None:
-        path.unlink()
-    else:
+    path.unlink()
+    if content is not None:
         path.write_bytes(content)
-    message = refused(reads, path)
-    assert message.startswith(f"{path}: ")
-    assert part in message
-    assert message.count(str(path)) == 1
+    for reads in (read, *[weights.read_weights] * (part != "bits: expected")):
+        message = refused(reads, path)
+        assert message.startswith(f"{path}: ") and part in message and message.count(str(path)) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- calls
@@ -396,6 +372,4 @@ def test_levels_of_a_step_function(record: dict[str, Any]) -> None:
 def test_codes_of_an_inverted_fit() -> None:
     fit = read(FITS / "gelu_inverted2.json")
     assert isinstance(fit, InvertedFit)
-    x = np.array([-np.inf, -0.8, -0.7517, np.nan, 5.0, np.inf])
-    assert [int(code) for code in fit.code(x, "bfloat16")][0::3] == [0, 0]
-    assert fit.code(x)[-1] == 3
+    assert fit.code(np.array([-np.inf, np.nan, np.inf]), "bfloat16").tolist() == [0, 0, 3]

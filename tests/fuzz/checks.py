@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import random
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,7 @@ NEAR = 0.1  # distance from a root within which a relative error says nothing
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 TINY = {torch.float32: 1e-36, torch.float64: 1e-280}
 LARGEST = 1.3e38
-HUGE, SMALL = (
-    1e20,
-    1e-18,
-)  # a value beyond may come out infinite, and one below 0: parts of it may be beyond float32
+HUGE, SMALL = 1e20, 1e-18  # a value beyond comes out infinite, one below 0, if parts of it are beyond float32
 DIGITS = 25
 
 
@@ -56,17 +53,18 @@ def answered(read: Callable[[], Any]) -> Any:
     assert 10 < len(message) < LONGEST, message
 
 
-def check_text(text: str) -> None:
-    """Check that a text is refused in one line, or read and evaluated in the right shape."""
+def check_text(text: str) -> Activation | None:
+    """Check that a text is refused in one line, or read and evaluated in the right shape; return what was read."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         answered(lambda: Weight(text))
-        activation = answered(lambda: Activation.of(text))
+        activation: Activation | None = answered(lambda: Activation.of(text))
         if activation is not None:
-            for values in (activation.value, activation.derivative):
+            for values in (activation.value, activation.derivative, activation.second_derivative):
                 for at in (AT, AT[0], AT.reshape(2, 2, 2)):
                     found = values(at)
                     assert found.dtype == np.float64 and found.shape == at.shape
+    return activation
 
 
 def check_formula(text: str) -> None:
@@ -104,40 +102,29 @@ def check_fit(fit: AnyFit) -> AnyFit:
 
 
 def check_json(text: str) -> None:
-    """Check that a fit file is refused in one line, or read and written again."""
+    """Check that a fit file is refused in one line, or read, written again and generated."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit = answered(lambda: from_json(text))
-        if fit is None:
-            return
-        again = fit.to_json()
-        assert from_json(again).to_json() == again
-        assert not isinstance(fit, StepFit) or np.isfinite(fit(AT)).all()
-    answered(lambda: render(fit))
+        if fit is not None:
+            again = fit.to_json()
+            assert from_json(again).to_json() == again
+            assert not isinstance(fit, StepFit) or np.isfinite(fit(AT)).all()
+            answered(lambda: render(fit))
 
 
-def check_command(words: list[str], folder: Path) -> None:
+def check_command(words: list[str]) -> None:
     """Check that a command in an empty folder ends with status 0, or with one line, and leaves nothing then."""
     out, err = io.StringIO(), io.StringIO()
-    with inside(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(words)
-        left = sorted(path for path in folder.rglob("*") if path.is_file())
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(words)
+        left = [path for path in Path().rglob("*") if path.is_file()]
     lines = err.getvalue().splitlines()
     assert status in (0, 1, 2), status
     assert all(line.startswith("fitact: ") and len(line) < LONGEST for line in lines), lines
     if status:
         assert (len(lines), out.getvalue(), left) == (1, "", []), (lines, out.getvalue(), left)
-
-
-@contextlib.contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    """Make a folder the current one."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def points(count: int, seed: int = 0) -> Array:

@@ -43,6 +43,15 @@ def derivatives(fit, x, y, dtype="float32"):
     return fit.evaluate(y, fit.code(x, dtype), dtype).astype(np.float64)
 
 
+def floor(keys, true):
+    """By brute force: half the spread of what the x of one key have."""
+    spread = {}
+    for key, d in zip(keys, true, strict=True):
+        low, high = spread.get(key, (d, d))
+        spread[key] = min(low, d), max(high, d)
+    return max((b - a) / 2 / max(1.0, abs(a), abs(b)) for a, b in spread.values())
+
+
 @pytest.mark.parametrize(("name", "bits"), FLOORS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_comes_near_the_floor(name, bits, dtype):
@@ -57,13 +66,8 @@ def test_half_precision_comes_near_the_floor(name, bits, dtype):
     assert off <= (1.25, 1.15)[bits - 1] * published
     assert off == pytest.approx(fit.error[dtype], rel=1e-3)
     assert fit.floor[dtype] <= 1.002 * published  # the cells may be better than those of that figure
-    # the floor by brute force: a dictionary of what the x of one y and code have
-    spread = {}
-    for key, d in zip(zip(y, fit.code(x, dtype), strict=True), true, strict=True):
-        low, high = spread.get(key, (d, d))
-        spread[key] = min(low, d), max(high, d)
-    floor = max((b - a) / 2 / max(1.0, abs(a), abs(b)) for a, b in spread.values())
-    assert float(f"{floor:.4g}") == fit.floor[dtype]
+    keys = list(zip(y, fit.code(x, dtype), strict=True))
+    assert float(f"{floor(keys, true):.4g}") == fit.floor[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -73,47 +77,28 @@ def test_refined_cells_are_as_good_as_any(dtype):
     x = x[(x > -3) & (x < 3)]
     y, true = cast(CURVES["gelu"].value(x), dtype), CURVES["gelu"].derivative(x)
 
-    def floor(inside):
-        low, high = {}, {}
-        for key, d in zip(y[inside], true[inside], strict=True):
-            low[key], high[key] = min(low.get(key, d), d), max(high.get(key, d), d)
-        return max((high[key] - low[key]) / 2 / max(1.0, abs(high[key])) for key in low)
-
     middle = CURVES["gelu"].minimum
     best = 0.0
     for side in (x < middle, x > middle):
         near = x[side & (np.abs(x - middle) < 0.06)][:: 1 if dtype == "bfloat16" else 4]
-        best = max(best, min(max(floor(side & (x <= at)), floor(side & (x > at))) for at in near[:-1]))
+        halves = [(side & (x <= at), side & (x > at)) for at in near[:-1]]
+        best = max(best, min(max(floor(y[one], true[one]) for one in pair) for pair in halves))
     found = fitted("gelu", 2).floor[dtype]
     assert found <= best * 1.001
     assert found >= best * 0.9
 
 
-def inverse(value, y, low, high, digits=40):
-    """mpmath: the x in (low, high) with f(x) = y, by bisection."""
-    with mpmath.workdps(digits):
-        low, high, y = mpmath.mpf(low), mpmath.mpf(high), mpmath.mpf(y)
-        rising = value(high) > value(low)
-        for _ in range(130):
-            x = (low + high) / 2
-            low, high = (x, high) if (value(x) < y) == rising else (low, x)
-        return (low + high) / 2
-
-
-@pytest.mark.parametrize(
-    ("code", "low", "high"), [(0, -30.0, -0.7517915246935645), (1, -0.7517915246935645, 30.0)]
-)
-def test_the_approximant_is_the_derivative_at_the_inverse(code, low, high):
-    def value(x):
-        return x * (1 + mpmath.erf(x / mpmath.sqrt(2))) / 2
-
-    outputs = [-0.1699, -0.16, -0.1, -0.01, -1e-4, -1e-8]
-    outputs += [1e-6, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 20.0] if code else []
-    outputs = np.array(outputs, dtype=np.float32)
-    found = fitted("gelu").evaluate(outputs, np.full(outputs.shape, code))
-    for y, derivative in zip(outputs, found, strict=True):
-        x = float(inverse(value, float(y), low, high))
-        assert abs(derivative - CURVES["gelu"].derivative(x)) <= 8.5e-5
+def test_the_approximant_is_the_derivative_at_the_inverse():
+    """Which mpmath finds by bisection."""
+    outputs = {0: [-0.1699, -0.16, -0.1, -0.01, -1e-4, -1e-8]}
+    outputs[1] = [*outputs[0], 1e-6, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 20.0]
+    for code, ends in ((0, (-30, "-0.7517915246935645")), (1, ("-0.7517915246935645", 30))):
+        at = np.array(outputs[code], dtype=np.float32)
+        for y, found in zip(at.tolist(), fitted("gelu").evaluate(at, np.full(at.shape, code)), strict=True):
+            with mpmath.workdps(40):
+                bracket = [mpmath.mpf(end) for end in ends]
+                x = mpmath.findroot(lambda x, y=y: x * mpmath.ncdf(x) - y, bracket, solver="bisect", maxsteps=200)
+            assert abs(found - CURVES["gelu"].derivative(float(x))) <= 8.5e-5
 
 
 def test_hardswish_is_exact_on_its_cells():
@@ -159,7 +144,7 @@ def test_cells():
         ("1e38*x", None, None, "derivative is 1e.38 at x = "),
         ("1e38*softsign(x)", None, (-0.1, 0.1), "smaller domain"),
         ("gelu", 0, None, "use --bits 1"),
-        ("gelu", 1, (1, 1), "domain: expected two increasing numbers"),
+        ("gelu", 1, (1, 1), "domain: expected increasing numbers"),
         ("sin(x)", None, (-40, 40), "take 5 bits to tell apart"),
     ],
 )

@@ -18,34 +18,22 @@ from fitact.fitter.methods import output
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json
 from tests.support.curves import CURVES
-from tests.support.generated import EACH_DTYPE, HALVES, patterns, run, same
+from tests.support.generated import EACH_DTYPE, HALVES, patterns, run
 from tests.support.outputs import CLOSED, LINEAR, Output, each_output, outputs
 from tests.support.reals import MP, real
 from tests.support.refusals import refused
 
-UNIT = 2.0**-24  # the rounding of float32
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Half a unit in the last place, relative."""
-    return torch.finfo(dtype).eps / 2
-
-
 # ------------------------------------------------------------------------------------------------ the closed forms
 
 
-def compare(value: Callable, derivative: Callable, points: list[float], tolerance: str = "1e-15") -> None:
-    """Compare derivative(f(x)) with f′(x), by differences."""
+def compare(value: Callable, derivative: Callable, corners: tuple[float, ...]) -> None:
+    """Compare derivative(f(x)) with f′(x), by differences, beside corners too."""
+    points = np.random.default_rng(0).uniform(-30.0, 30.0, 40).tolist()
+    points += [c + d for c in corners for d in (-0.7, -0.3, -1e-3, -1e-9, 1e-9, 1e-3, 0.3, 0.7)]
     for point in points:
         x = MP.mpf(point)
         true = MP.diff(value, x)
-        assert abs(derivative(value(x)) - true) <= MP.mpf(tolerance) * max(abs(true), 1), point
-
-
-def sample(corners: tuple[float, ...] = ()) -> list[float]:
-    points = np.random.default_rng(0).uniform(-30.0, 30.0, 40)
-    near = [c + d for c in corners for d in (-0.7, -0.3, -1e-3, -1e-9, 1e-9, 1e-3, 0.3, 0.7)]
-    return [*points.tolist(), *near]
+        assert abs(derivative(value(x)) - true) <= MP.mpf("1e-15") * max(abs(true), 1), point
 
 
 def test_what_is_shipped() -> None:
@@ -53,14 +41,6 @@ def test_what_is_shipped() -> None:
     more = {"hardsigmoid", "identity", "logsigmoid"}  # where others save as much
     assert {name for name, entry in CATALOG.items() if entry.output} == set(CLOSED) | more
     assert all(one.name == f"{one.plain}_output" for one in outputs())
-
-
-@each_output()
-def test_shipped_derivative(one: Output) -> None:
-    """The fit's text, the closed form written here, and f′ by differences are the same."""
-    value, closed, corners = CLOSED[one.plain]
-    for text in (one.fit["derivative"], closed):
-        compare(real(value), real(text, "y"), sample(corners))
 
 
 # f, its derivative in y, and the corners of f
@@ -80,12 +60,18 @@ STATED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "derivative", "corners"), STATED, ids=[text for text, *_ in STATED])
+@pytest.mark.parametrize(
+    ("text", "derivative", "corners"),
+    [*((name, None, corners) for name, (*_, corners) in CLOSED.items()), *STATED],
+    ids=[*CLOSED, *(text for text, *_ in STATED)],
+)
 def test_stated(text: str, derivative: str | None, corners: tuple[float, ...]) -> None:
+    """A user's, or the catalog's, and the closed form written in `outputs`, are the derivative by differences."""
     fit = output.fit(Activation.of(text), "own", derivative)
-    names = {"hardsigmoid", "logsigmoid"}
-    value = {"identity": "x"} | {name: f"{name}(x)" for name in names}
-    compare(real(value.get(text, text)), real(fit.derivative, "y"), sample(corners))
+    names = {name: f"{name}(x)" for name in ("hardsigmoid", "logsigmoid")}
+    value, closed, _ = CLOSED.get(text, ({"identity": "x", **names}.get(text, text), fit.derivative, ()))
+    for form in {fit.derivative, closed}:
+        compare(real(value), real(form, "y"), corners)
     read = from_json(fit.to_json())
     assert read == fit and render(read) == render(fit)
     assert again(read).to_json() == fit.to_json()
@@ -168,27 +154,7 @@ def test_stated_error_of_float32(one: Output) -> None:
     assert 0.9 * found <= one.error(torch.float32) <= 1.1 * found + 2 * 2.0**-24
 
 
-# --------------------------------------------------------------------------------------------- values, gradients
-
-
-@each_output()
-@EACH_DTYPE
-def test_gradient_is_pytorch_s_up_to_the_stated_error(one: Output, dtype: torch.dtype) -> None:
-    """PyTorch's own gradient is taken in float64, at the same x."""
-    x = one.numbers(dtype)
-    y, dx = run(one.function, x)
-    true = one.baseline_gradient(x.double(), torch.ones(x.shape, dtype=torch.float64))
-    known = x.isfinite() & y.isfinite() & true.to(dtype).isfinite()
-    if one.plain not in LINEAR:
-        corner = torch.tensor(one.corners, dtype=torch.float64)
-        known &= ~torch.isin(x.double(), corner)
-    scale = true.abs().clamp(min=1)
-    # PyTorch's softplus is x beyond 20, where the derivative is 1 − 2e-9
-    unit = 2.0**-50 if dtype == torch.float64 and one.plain != "softplus" else 4 * UNIT
-    # PyTorch's softsign rounds 1 + |x| to half precision too
-    roundings = 3 if one.plain == "softsign" and dtype in HALVES else 1
-    allowed = one.error(dtype) * roundings * 1.001 * scale + rounding(dtype) * dx.double().abs() + unit * scale
-    assert bool(((dx.double() - true).abs() <= allowed)[known].all())
+# what the modules compute from y is compared in runtime/test_contract.py
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -201,32 +167,3 @@ def test_piecewise_linear_gradient_is_pytorch_s(name: str, dtype: torch.dtype) -
     dy = torch.randn(x.shape).to(dtype)
     _, dx = run(one.function, x, dy)
     assert bool((dx == one.baseline_gradient(x, dy)).all())
-
-
-SPECIAL = {
-    "celu": (1.0, 0.0),
-    "elu": (1.0, 0.0),
-    "exp": (float("inf"), 0.0),
-    "hardtanh": (0.0, 0.0),
-    "leaky_relu": (1.0, 0.01),
-    "relu": (1.0, 0.0),
-    "relu2": (float("inf"), 0.0),
-    "relu6": (0.0, 0.0),
-    "selu": (1.0507009873554805, 0.0),
-    "sigmoid": (0.0, 0.0),
-    "softplus": (1.0, 0.0),
-    "softsign": (float("nan"), float("nan")),  # ∞/∞, as in PyTorch
-    "squareplus": (1.0, 0.0),
-    "tanh": (0.0, 0.0),
-}
-
-
-@each_output()
-@EACH_DTYPE
-def test_infinity(one: Output, dtype: torch.dtype) -> None:
-    x = torch.tensor([float("inf"), -float("inf")], dtype=dtype)
-    y, dx = run(one.function, x)
-    assert same(y, one.baseline(x))
-    expected = torch.tensor(SPECIAL[one.plain], dtype=torch.float64)
-    allowed = one.error(dtype) * 1.001 + (2**-50 if dtype == torch.float64 else 4 * UNIT) + rounding(dtype)
-    torch.testing.assert_close(dx.double(), expected, rtol=allowed, atol=allowed, equal_nan=True)

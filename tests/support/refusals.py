@@ -7,7 +7,6 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,8 +54,3 @@ def within(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def written() -> list[str]:
-    """Return the files below the current folder."""
-    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
