@@ -181,6 +181,7 @@ FAILED = f"""
 fit --fn tanh --bits 1 -o file/a.json -> file/a.json: cannot be written:
 fit --fn tanh --bits 1 -o {"a" * 300}.json -> file name too long
 codegen good.json --out file -> cannot be
+codegen good.json --out linked -> linked/good.py: cannot be changed: is a link out of the folder
 """
 # Every option that a method does not have.
 OPTIONS = {"bits": "2", "domain": "-5 5", "weight": "normal", "seed": "3", "objective": "primitive"}
@@ -235,6 +236,8 @@ def test_wrong(status: int, line: str, part: str, weights: str, command: Command
     put("hostile.json", record("hostile", activation={"name": None, "expression": "__import__('os')"}))
     put("generated/fits/tanh_fewbit2.json", record("tanh_fewbit2"))
     put("gate.json", GATE)
+    put("linked/other.txt")
+    Path("linked/good.py").symlink_to("../file")
     put("weights.json", weights)
     escape = json.loads(weights)
     escape["sites"][0]["path"] = "\x1b[31m"
