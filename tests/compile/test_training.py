@@ -128,9 +128,9 @@ from tests.compile.test_compile import Gelu, off
 halves = torch.randn(2, 320, 64, generator=torch.Generator().manual_seed(1))
 
 
-def made():
+def made(blocks):
     torch.manual_seed(0)
-    return torch.nn.Sequential(Gelu(64, 256), Gelu(64, 256))
+    return torch.nn.Sequential(*(Gelu(64, 256) for _ in range(blocks)))
 
 
 def blocks(model, **options):
@@ -160,14 +160,14 @@ def whole(model):
     return fitact.compile(model, fullgraph=True)
 
 
-for name, compiled in (("ddp", whole), ("fsdp", blocks)):
-    reference = made()
+for name, compiled, count in (("ddp", whole, 1), ("fsdp", blocks, 2)):
+    reference = made(count)
     run = compiled(reference)
     found = [step(reference, run, half) for half in halves]
     expected = found[rank][0]
     gradients = [(one + other) / 2 for one, other in zip(found[0][1], found[1][1], strict=True)]
-    assert expected.count(("torch.int64", 320 * 256)) == 2, expected  # codes of 8 bits of both blocks
-    model = made()
+    assert expected.count(("torch.int64", 320 * 256)) == count, expected  # codes of 8 bits of each block
+    model = made(count)
     run = compiled(model)
     run = DistributedDataParallel(run) if name == "ddp" else sharded(model, model)
     saved, found = step(model, run, halves[rank])

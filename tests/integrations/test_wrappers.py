@@ -50,7 +50,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix tuning": ("PrefixTuningConfig", TOKENS),
     "P-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 64, **TOKENS}),
 }
-QUICK = ("DoRA", "IA3", "OFT")
+QUICK = ("DoRA", "IA3")
 
 
 def llama() -> Any:

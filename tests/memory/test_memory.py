@@ -402,12 +402,13 @@ def alive(subject: Subject, name: str, autocast: torch.dtype | None) -> int:
     return sum(size for key, (ref, size) in live.references.items() if ref() is not None and key not in others)
 
 
-MORE = [
-    (kind, name) for kind in SMALL if kind != "llama" for name in CANDIDATES if name not in ("fewbit1", "output")
-]
 ALIVE: list[Any] = [("llama", name, cast) for name in CANDIDATES for cast in (None, HALF)]
 ALIVE += [("resnet", "baseline", HALF)]  # statistics of norms are as wide as real ones
-ALIVE += [pytest.param(*both, cast, marks=pytest.mark.full) for both in MORE for cast in (None, HALF)]
+ALIVE += [  # each candidate with each kind of model, in half precision by autocast or without in turn
+    pytest.param(kind, name, (None, HALF)[(i + j) % 2], marks=pytest.mark.full)
+    for i, kind in enumerate(kind for kind in SMALL if kind != "llama")
+    for j, name in enumerate(name for name in CANDIDATES if name not in ("fewbit1", "output"))
+]
 
 
 @pytest.mark.parametrize(("kind", "name", "autocast"), ALIVE)
@@ -480,8 +481,7 @@ def test_settings_and_rivals(setting: str) -> None:
 COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0)]
 COMPILED += [
     pytest.param(name, budget, marks=pytest.mark.full)
-    for name in ("swiglu_mlp", "gelu_block", "bert")
-    for budget in (1.0, 0.7, 0.3)
+    for name, budget in (("swiglu_mlp", 0.3), ("gelu_block", 0.7), ("bert", 1.0))
 ]
 
 
@@ -758,13 +758,13 @@ def test_a_large_model() -> None:
 
 @pytest.mark.full
 def test_blocks_add_up() -> None:
-    """Bytes are affine in the number of blocks, of which each saves what the report says of one."""
+    """Bytes are affine in the number of blocks, of which each saves what is counted of one."""
     counts = {}
     for layers in (2, 3, 7):
-        source = hugging_face("llama", SMALL["llama"] | {"num_hidden_layers": layers})
-        report = measure(source, batch=2, seq=24, budgets=())
-        counts[layers] = report.rows[0].bytes
-    assert counts[3] - counts[2] == sum(report.block.values())
+        subject = small("llama", fake=True, num_hidden_layers=layers)
+        saved = saved_by(subject)
+        counts[layers] = saved.bytes
+    assert counts[3] - counts[2] == sum(saved.by_kind(blocks_of(subject.model)[3][0]).values())
     assert counts[7] - counts[3] == 4 * (counts[3] - counts[2])
 
 

@@ -31,13 +31,6 @@ def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
     return printed, float(saved[1]), float(loss[1])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_examples_start(name: str, tmp_path: Path) -> None:
-    """Whatever they import is there, and its parts belong together."""
-    assert run(name, tmp_path, "--help").startswith(f"usage: {name}")
-
-
 @pytest.mark.full
 @pytest.mark.long
 def test_finetune_lora(tmp_path: Path) -> None:

@@ -89,12 +89,11 @@ def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) 
 
 
 @needs_compiler
+@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "grad"),
-    [
-        pytest.param(QUICK, True, id="some"),
-        pytest.param(tuple(LAYERS), False, id="all, without gradients", marks=pytest.mark.full),
-    ],
+    [pytest.param(QUICK, True, id="some"), pytest.param(tuple(LAYERS), False, id="all, without gradients")],
 )
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
 def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -61,29 +60,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and bool(torch.all((a == b) | (a.isnan() & b.isnan())))
 
 
+CASES = [
+    *("gelu_fewbit3 float32 float16", "tanh_fewbit3 bfloat16", "gelu_fewbit1 float64", "gelu_fewbit4 bfloat16"),
+    *("hardswish_inverted2 float32", "gelu_inverted1 bfloat16", "softplus_output float32"),
+]
+
+
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(["gelu_fewbit3 float32"], id="quick"),
-        pytest.param(
-            [
-                "gelu_fewbit1 bfloat16 float16 float64",
-                "tanh_fewbit3 bfloat16 float16 float64",
-                "gelu_fewbit4 float32",
-                "hardswish_inverted2 float32",
-                "gelu_inverted1 float32 bfloat16",
-                "softplus_output float32 bfloat16",
-            ],
-            id="others",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_the_same_codes_and_gradients(cases: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_same_codes_and_gradients(tmp_path: Path) -> None:
     assert not os.environ.get("FITACT_CPU")
-    eager, compiled = computed(*cases), computed_by_inductor(tmp_path, *cases)
+    eager, compiled = computed(*CASES), computed_by_inductor(tmp_path, *CASES)
     assert eager.keys() == compiled.keys()
     for key, (y, codes, dx) in eager.items():
         own_y, own_codes, own_dx = compiled[key]
