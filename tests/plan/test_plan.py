@@ -167,13 +167,18 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
     return plan
 
 
+SHARES = [("exact", 0.15), ("exact", 0.5), ("rounding", 0.5), ("coarse", 0.5), ("coarse", 1e-3)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "lora"), FAMILIES)
-def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
-    model, inputs = small(kind, lora)
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[f"{kind}-{lora}" for kind, lora in FAMILIES])
+def test_an_applied_plan_peaks_at_what_it_said(number: int) -> None:
+    """Of each family two memories; each memory is that of two families or more."""
+    model, inputs = small(*FAMILIES[number])
     planner = fitact.planner(model, example_inputs=inputs, optimizer="none", device=CPU)
     assert sentence(planner.plan(64, "exact")).startswith("fits as it is")
-    for error, share in (("exact", 0.15), ("exact", 0.5), ("rounding", 0.5), ("coarse", 0.5), ("coarse", 1e-3)):
+    for error, share in (SHARES[number % 5], SHARES[(number + 2) % 5]):
         check_applied(model, Inputs((), inputs), planner, error, share)
 
 
