@@ -76,8 +76,8 @@ class Fit:
             raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
         for key, value in self.error.items():
             if not 0 <= value < math.inf:
-                formula = quote(self.activation.expression)
-                raise UsageError(f"error.{key} of {formula}: expected a finite number of at least 0, got {value}")
+                got = f"got {value}" + "; fit it on a smaller domain" * (value == math.inf)
+                raise UsageError(f"error.{key} of {quote(self.activation.expression)}: expected 0 or more, {got}")
 
     @property
     def made_with(self) -> dict[str, Any]:

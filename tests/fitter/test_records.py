@@ -158,7 +158,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("levels.3", "levels[3]", -(10**400)),
         ("error", "error: expected", None, 1, "abc", [], {}, {"max": 1}),
         ("error.rms", "error: expected", GONE),
-        ("error.rms", "error.rms of 'tanh(x)': expected a finite number of at least 0", -1e-9),
+        ("error.rms", "error.rms of 'tanh(x)': expected 0 or more", -1e-9),
         ("error.rms", "error.rms", "0", True, None),
         ("options", "options: expected", None, 1, "abc", []),
         ("options.seed", "options.seed", None, True, [1], {"a": 1}, "0", 0.5, 2**63, 10**300, 10**4000),
@@ -212,7 +212,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         (f"{FIRST}.floor", "floor.float32: expected that of the worst approximant, 1.0", 1.0),
         (
             "error.float32",
-            "error.float32 of 'x*(1 + erf(x/sqrt(2)))/2': expected a finite number of at least 0",
+            "error.float32 of 'x*(1 + erf(x/sqrt(2)))/2': expected 0 or more",
             -1.0,
         ),
         ("floor.float32", "floor.float32: expected that of the worst approximant", 0.0),
