@@ -33,7 +33,7 @@ CHEAP: Mapping[str, str] = {
         avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d
     """,
     "torch": f"{_BOTH} cat concat concatenate stack hstack vstack rsub layer_norm rms_norm group_norm log_softmax",
-    "Tensor": f"""{_BOTH} __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__
+    "Tensor": f"""{_BOTH} __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __div__
         __pow__ __rpow__ __neg__ __getitem__ __abs__ contiguous repeat log_softmax""",
 }
 CASTS = "to type type_as float double half bfloat16"  # of a tensor
@@ -66,8 +66,12 @@ _ADDING = "index_add index_add_ index_copy index_copy_"
 
 
 def named(home: str, names: str) -> set[Function]:
-    """Return the functions of these names that a home has, apart by spaces; `F`, `torch` or `Tensor`."""
-    return {inspect.unwrap(getattr(_HOMES[home], name)) for name in names.split() if hasattr(_HOMES[home], name)}
+    """Return the functions of these names that a home has, apart by spaces; `F`, `torch` or `Tensor`.
+
+    A mode sees some operators, such as `1 - x`, in what PyTorch has wrapped around them, and others without.
+    """
+    found = [getattr(_HOMES[home], name) for name in names.split() if hasattr(_HOMES[home], name)]
+    return {*found, *map(inspect.unwrap, found)}
 
 
 CHEAP_FUNCTIONS = frozenset().union(*(named(home, names) for home, names in CHEAP.items()))

@@ -40,6 +40,11 @@ def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[s
     return capture.cheap(func, args, kwargs)
 
 
+def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make the two calls that PyTorch makes for a number divided by a tensor."""
+    return capture.call(Tensor.mul, capture.call(Tensor.reciprocal, args[0]), args[1])
+
+
 def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     output = func(*args, **kwargs)
     if (
@@ -206,6 +211,7 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
 
 RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
+RULES |= dict.fromkeys(cheap.named("Tensor", "__rdiv__ __rtruediv__"), _divided)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)

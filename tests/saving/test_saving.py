@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 import weakref
 from collections.abc import Callable
@@ -254,6 +255,26 @@ def test_what_is_quantised(name: str) -> None:
         assert (a - b).norm() <= 0.02 * a.norm()
     bits, scales = y.numel(), 5 * 64
     assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
+
+
+OPERATORS: list[Callable[[Any, Any], Any]] = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.pow,
+]
+
+
+@pytest.mark.parametrize("two", [lambda f, h: f(h, 2), lambda f, h: f(2, h), lambda f, h: f(h, h)], ids="hlb")
+@pytest.mark.parametrize("function", OPERATORS)
+def test_operators_are_recomputed(function: Callable[[Any, Any], Any], two: Callable[..., Tensor]) -> None:
+    """Of what a layer is given, nothing is saved but what it is computed from."""
+    first, second, x = nn.Linear(16, 32), nn.Linear(32, 4), torch.randn(8, 16)
+    with count_saved(first, second) as saved, saving():
+        h = first(x)
+        y = h.sin(), second(two(function, h))
+    assert saved.bytes == x.nbytes + h.nbytes, y
 
 
 @pytest.mark.parametrize("error", ["exact", "rounding", "coarse"])
