@@ -54,6 +54,7 @@ CELLS = 4000
 REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
 INNER = 12.0  # up to here its cells are even, then they grow
 HALF_WIDTH = 40.0  # of the search for knots
+SEEN = 32.0  # within that, where the slope has to change
 ANNEALING_STEPS = 40
 POWERS = (0.35, 0.4, 0.45, 0.5, 0.55)  # of |h″|: the square root spaces many knots best, a smaller power few
 TIE = 1e-8  # relative difference of objectives that count as equal
@@ -197,9 +198,8 @@ def mixture(
 def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
     """Return the lines that f tends to on both sides.
 
-    Raise UsageError if one side has none, or f tends to it so slowly that the square of the distance has no
-    integral. Raise it too unless f′ changes near 0, where the search puts knots, and slowly enough for its cells:
-    the changes that are seen there are compared with all, which are those between its extrema and at its jumps.
+    Raise UsageError if one side has none, or f tends to it too slowly for an integral of the squared distance, or
+    the search would not see nearly all changes of f′, which are those between its extrema and at its jumps.
     """
     for side, end in zip((-1, 1), activation.asymptotes, strict=True):
         toward = f"as x tends to {'+' if side > 0 else '-'}infinity"
@@ -222,18 +222,19 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
             )
     left, right = activation.asymptotes
     step = 0.05
-    places = np.arange(-HALF_WIDTH, HALF_WIDTH, step) + step / 2
-    jumps = np.array([point.at + side * gap(point.at) for point in activation.breakpoints() for side in (-1, 1)])
+    places = np.arange(-SEEN, SEEN, step) + step / 2
+    jumps = np.array([(p.at - gap(p.at), p.at + gap(p.at)) for p in activation.breakpoints()]).reshape(-1, 2)
     bends = roots(activation.second_derivative_formula, -REALS, REALS).at
-    slopes = activation.derivative(np.sort(np.concatenate([places, bends, jumps])))
+    slopes = activation.derivative(np.sort(np.concatenate([places, bends, jumps.ravel()])))
+    if not np.isfinite(slopes).all():
+        raise UsageError(f"{activation}: its derivative is not finite everywhere, as a mixture's is")
     total = np.abs(np.diff([left.slope, *slopes, right.slope])).sum()
-    beside = activation.derivative(jumps[np.abs(jumps) < HALF_WIDTH])
-    seen = np.abs(activation.second_derivative(places)).sum() * step + np.abs(beside[1::2] - beside[::2]).sum()
+    below, above = activation.derivative(jumps[np.abs(jumps).max(1) < SEEN]).T
+    seen = np.abs(activation.second_derivative(places)).sum() * step + np.abs(above - below).sum()
     if activation.steps() is None and not abs(seen / total - 1) <= UNSEEN:
         raise UsageError(
-            f"{activation}: its slope changes too far from 0, or too suddenly, for the search for knots, which "
-            f"covers x from -{HALF_WIDTH:g} to {HALF_WIDTH:g} in steps of {step:g}: shift and scale its x, or use "
-            "--method fewbit"
+            f"{activation}: its slope changes too far from 0, or too suddenly, for the search, which has "
+            f"x from -{SEEN:g} to {SEEN:g} in steps of {step:g}: shift and scale its x, or use --method fewbit"
         )
     return left, right
 

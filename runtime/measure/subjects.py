@@ -312,9 +312,9 @@ def outermost(paths: Collection[str]) -> list[str]:
 def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a model, by name: the repeated ones, or those whose paths match patterns.
 
-    The longest nn.ModuleList or nn.Sequential gives the class of a block: its most frequent one. All modules of
-    that class are blocks. Where it repeats no class, plain nn.Sequentials that hold the same are blocks. A model
-    that repeats nothing is itself the only block.
+    The longest nn.ModuleList or nn.Sequential gives the kind of a block: its most frequent class, or plain
+    nn.Sequentials that hold the same. All modules of that kind are blocks. A model that repeats nothing is itself
+    the only block.
 
     Raises:
         UsageError: a pattern matches no module.
@@ -332,7 +332,7 @@ def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn
             counts |= Counter({kind: count for kind, count in own.items() if kind and count > 1})
     if not counts:
         return [("", model)]
-    kind = max(counts, key=lambda kind: (isinstance(kind, type), counts[kind]))
+    kind = max(counts, key=lambda kind: (counts[kind], isinstance(kind, type)))
     paths = outermost([path for path, module in modules.items() if _kind(module) == kind])
     return [(path, modules[path]) for path in paths]
 

@@ -127,7 +127,7 @@ class Capture(TorchFunctionMode):
 
     @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling() or (rule := RULES[func]) is None:
+        if torch.compiler.is_compiling() or (rule := RULES[func]) is None:
             return func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled():
             if func in CHANGES:

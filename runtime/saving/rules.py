@@ -42,6 +42,8 @@ def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[s
 
 def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make the two calls that PyTorch makes for a number divided by a tensor."""
+    if len(args) < 2 or not isinstance(args[1], int | float):
+        return capture.plain(func, args, kwargs)
     return capture.call(Tensor.mul, capture.call(Tensor.reciprocal, args[0]), args[1])
 
 

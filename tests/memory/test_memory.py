@@ -658,7 +658,7 @@ def test_blocks(kind: str, block: str, count: int) -> None:
 
 
 def test_blocks_that_are_plain_containers() -> None:
-    """nn.Sequentials that hold the same are blocks, unless a class is repeated."""
+    """nn.Sequentials that hold the same are blocks, unless a class is repeated as often."""
 
     def layer(width: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
@@ -667,8 +667,8 @@ def test_blocks_that_are_plain_containers() -> None:
         {"layers": nn.ModuleList([*(layer(16) for _ in range(3)), layer(32)]), "head": layer(16)}
     )
     assert [path for path, _ in blocks_of(model)] == ["layers.0", "layers.1", "layers.2", "head"]
-    model["encoder"] = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2) for _ in range(2)))
-    assert [path for path, _ in blocks_of(model)] == ["encoder.0", "encoder.1"]
+    model["encoder"] = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2) for _ in range(3)))
+    assert [path for path, _ in blocks_of(model)] == [f"encoder.{i}" for i in range(3)]
 
 
 def test_lora_trains_the_adapters() -> None:

@@ -343,7 +343,7 @@ EVERY = list(product(KINDS, COLUMNS, ("sm_80", "sm_90", "gfx942")))
 ROWS = list(product(("forward", "backward"), DTYPE_PAIRS))
 
 
-# The kernels that are disassembled at once: those of the quick part, and the others.
+# The kernels that one test compiles: those of the quick part, and the others.
 @pytest.mark.parametrize(
     ("kind", "columns", "target", "rows"),
     [
@@ -364,4 +364,4 @@ def test_compiled_without_spills(
     for pass_, (x, z) in rows:
         found = code(NormKernel(kind, pass_, COLUMNS[columns]).compile(x, target, z).asm)
         assert found.spills == 0 and found.registers < (256 if target == "gfx942" else 128), (pass_, x, z)
-        assert max(found.load, found.store) >= 8 or columns == "odd", (pass_, x, z)
+        assert found.load >= 8 or columns == "odd", (pass_, x, z)

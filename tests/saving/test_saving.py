@@ -165,6 +165,17 @@ def test_outputs_can_be_copied() -> None:
     )
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_around(strict: bool) -> None:
+    """A context around an export sees nothing of it."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(2, 8)
+    graphs = []
+    for context in (nullcontext(), saving()):
+        with context:
+            graphs.append(torch.export.export(model, (x,), strict=strict).graph_module.code)
+    assert graphs[0] == graphs[1]
+
+
 def test_exported() -> None:
     _, model = pair(MODELS["block"])
     model.eval()
@@ -295,7 +306,8 @@ def test_gradients_of_gradients_save_no_more(error: str) -> None:
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*net.parameters()][:3])]))
     before, after = sizes
     assert after < before - (error != "exact") * 128 * 64 * 4
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0 if error == "exact" else 0.1)
+    atol = {"exact": 0.0, "rounding": 1e-3, "coarse": 1e-2}[error]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=atol)
 
 
 def test_unknown_error() -> None:

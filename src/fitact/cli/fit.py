@@ -189,8 +189,8 @@ def fit(
         "an expression": not {*CATALOG, *GATES, *LEARNED}.issuperset(functions),
     }
     if family == "published":
-        if bits or domain or tol or parameters or name:
-            raise UsageError("--family published takes no --name, --bits, --domain, --tol and --param")
+        if bits or domain or tol is not None or parameters or name:
+            raise UsageError("--family published takes no --name, --bits, --domain, --tol or --param")
         if others := [function for function in functions if function not in ("gelu", "silu")]:
             raise UsageError(f"--family published: expected gelu or silu, got {quote(others[0])}")
     elif name is None and any(special.values()):
