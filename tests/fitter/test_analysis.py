@@ -47,7 +47,7 @@ class Shape:
 
 
 def dip(name: str) -> Shape:
-    """An activation such as GELU, of which the extrema are those of its closed form."""
+    """An activation such as GELU, whose extrema are those of its closed form."""
     curve = CURVES[name]
     ends = (-4, 0), (0, 4)
     low, high = (

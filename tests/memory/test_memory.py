@@ -758,7 +758,7 @@ def test_a_large_model() -> None:
 
 @pytest.mark.full
 def test_blocks_add_up() -> None:
-    """Bytes are affine in the number of blocks, of which each saves what is counted of one."""
+    """Bytes are affine in the number of blocks, and each saves what is counted of one."""
     counts = {}
     for layers in (2, 3, 7):
         subject = small("llama", fake=True, num_hidden_layers=layers)

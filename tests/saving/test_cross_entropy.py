@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -115,6 +116,21 @@ def test_a_second_derivative() -> None:
         return torch.autograd.grad(dx.square().sum(), [x, model.head.weight])
 
     agree(Model, step, X, HALF)
+
+
+def test_a_second_derivative_of_several_pieces() -> None:
+    """Backward runs them anew as one, so sums are rounded otherwise."""
+    x, w, target = torch.randn(64, 16), torch.randn(16, 7), torch.randint(0, 7, (64,))
+    found = []
+    for context in (nullcontext(), fitact.saving()):
+        leaf, weight = x.to(HALF).requires_grad_(), w.to(HALF).requires_grad_()
+        with context:
+            loss = F.cross_entropy((leaf @ weight).float(), target)
+            (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            found.append((type(loss.grad_fn).__name__, torch.autograd.grad(dx.float().square().sum(), weight)[0]))
+    (_, expected), (node, second) = found
+    assert node == "_CrossEntropyBackward"
+    torch.testing.assert_close(second, expected, rtol=0.02, atol=1e-4)
 
 
 def test_errors_are_pytorchs() -> None:

@@ -103,7 +103,7 @@ FORMULAS = (
 
 
 def each(formulas: Sequence[Formula]) -> pytest.MarkDecorator:
-    """Parametrise `formula`; of WRITTEN every eighth stands for all outside of the full product.
+    """Parametrise `formula`; outside of the full product, every eighth of WRITTEN.
 
     Interpreted, where tests/interpreted checks each function, every fourth of all does, and of the others every
     second is left out.
