@@ -92,7 +92,7 @@ CATALOG_SHAPES = {
 
 
 def same(a: Asymptote, b: Asymptote) -> bool:
-    numbers = pytest.approx([b.slope, b.intercept, b.limit], rel=1e-15, nan_ok=True)
+    numbers = pytest.approx([b.slope, b.intercept, b.limit], rel=1e-15, abs=0.0, nan_ok=True)
     return bool(a.kind == b.kind and [a.slope, a.intercept, a.limit] == numbers)
 
 
@@ -218,7 +218,7 @@ def test_unboundedly_many_pieces() -> None:
     assert [root.at for root in found.roots if root.at > 0] == pytest.approx(
         [at for at in turns if at < found.reach], rel=1e-15
     )
-    assert f.derivative_range() == pytest.approx((-1, 3), rel=1e-15)
+    assert f.derivative_range() == pytest.approx((-1, 3), rel=1e-15, abs=0.0)
 
 
 RANGES = {
@@ -263,7 +263,7 @@ BREAKS: dict[str, tuple[list[float], list[float]]] = {
 def test_breakpoints(text: str) -> None:
     found = Activation.of(text).breakpoints(-100, 100)
     for kind, at in zip(("jump", "corner"), BREAKS[text], strict=True):
-        assert [point.at for point in found if point.kind == kind] == pytest.approx(at, rel=1e-15)
+        assert [point.at for point in found if point.kind == kind] == pytest.approx(at, rel=1e-15, abs=0.0)
 
 
 def test_double_crossings_are_found() -> None:
