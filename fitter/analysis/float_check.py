@@ -81,11 +81,12 @@ def problem(activation: Activation) -> str | None:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY
         lost = not abs(found[i] - float(true)) <= allowed
-        left, right = (value(typed, at + side * NEAR, 20) if lost else true for side in (-1, 1))
-        near_root = left * right < 0 or abs(true) < 0.1 * min(abs(left), abs(right))
-        if lost and not (np.isfinite(found[i]) and near_root):
-            where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
-            return f"{where}: {_blame(parts, i, at)}"
+        if lost:
+            left, right = (value(typed, at + side * NEAR, 20) for side in (-1, 1))
+            near_root = left * right < 0 or abs(true) < 0.1 * min(abs(left), abs(right))
+            if not (np.isfinite(found[i]) and near_root):
+                where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
+                return f"{where}: {_blame(parts, i, at)}"
         if not abs(derivatives[i] - float(derivative)) <= DERIVATIVE_ERROR * max(1.0, float(abs(derivative))):
             return (
                 f"its derivative is computed as {derivatives[i]:.4g} at x = {at:.4g} "

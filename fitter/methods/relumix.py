@@ -129,8 +129,7 @@ def fit(
 def published(name: str) -> StepFit:
     """Return the mixture whose coefficients the paper prints, one of `PUBLISHED`.
 
-    Its objective is the integral from −38.2277 to 38.2277, the paper's half-width (appendix E); the rest counts
-    less than 1e-8.
+    Its objective is the integral over ±38.2277, the paper's half-width (appendix E); the rest is below 1e-8.
     """
     function, objective, free, knots = PUBLISHED[name]
     activation = Activation.of(function)

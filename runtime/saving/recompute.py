@@ -323,11 +323,9 @@ class Reading:
         """Return the tensor to autograd."""
         if self._guard is not None and version_of_saved(self._guard) != self._saved_at:
             raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
-        if not torch.is_grad_enabled():
-            with without_torch_function():
-                return self.computed.read(self.layout)
-        with quietly():
-            tensor = self.computed.read(self.layout).data  # whose changes in place are counted anew
-        if isinstance(self.computed, Quantised):
-            self.computed.decoded(tensor)
+        differentiated = torch.is_grad_enabled()
+        with quietly() if differentiated else without_torch_function():
+            tensor = self.computed.read(self.layout)
+            if differentiated and isinstance(self.computed, Quantised):
+                tensor = self.computed.decoded(tensor)
         return tensor

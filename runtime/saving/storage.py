@@ -515,10 +515,15 @@ class Quantised(Stored):
         """Return True."""
         return True
 
-    def decoded(self, tensor: Tensor) -> None:
-        """Note that a tensor was decoded: where gradients are differentiated, it is saved again, in its codes."""
+    def decoded(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that was decoded, such that it is saved in its codes where gradients are differentiated.
+
+        One that had been changed in place before it was saved is saved as it is.
+        """
+        tensor = tensor.data  # whose changes in place are counted anew
         if self.version == 0:
             marked(tensor.untyped_storage(), self._outside).add(self)
+        return tensor
 
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: codes do not change with the tensor."""

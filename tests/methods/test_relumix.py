@@ -147,8 +147,10 @@ def distance(oracle, knots, slopes, objective="primitive"):
         line = line_through(oracle, knots, slopes)
         before, after, between = oracle.off_left, oracle.off_right, lambda x, _: oracle.value(x) - line(x)
     else:
-        before, after = (lambda x, m=m: oracle.derivative(x) - m for m in (slopes[0], slopes[-1]))
-        between = lambda x, middle: oracle.derivative(x) - slopes[np.searchsorted(knots, middle)]  # noqa: E731
+        before, after, between = (
+            *((lambda x, m=m: oracle.derivative(x) - m) for m in (slopes[0], slopes[-1])),
+            lambda x, middle: oracle.derivative(x) - slopes[np.searchsorted(knots, middle)],
+        )
     pieces = [((lambda x, m=(a + b) / 2: between(x, m)), [a, b]) for a, b in pairwise(inside)]
     return sum(quad(lambda x, f=f: f(x) ** 2, points) for f, points in [(before, left), *pieces, (after, right)])
 
