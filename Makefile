@@ -115,7 +115,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.compiled --times
-	$(BIN)/python benchmarks/conversion.py
+	$(BIN)/python -m benchmarks.conversion
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence --stored
 

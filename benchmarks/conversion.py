@@ -4,7 +4,7 @@ Counted on fake tensors, in the settings of the papers' own scripts as far as th
 on two cores. Norms are merged as the paper does it; in `fitact.saving` they stay as they are. `saved` is what
 autograd saves for backward. `whole` is there where the published share is one of a
 GPU's peak: the tracked peak of a training step with the optimizer's state (ViT), or what is saved and what QLoRA
-holds beside it (LLaMA). Nothing that is written depends on the machine. Run it as python benchmarks/conversion.py.
+holds beside it (LLaMA). Nothing that is written depends on the machine. Run it as python -m benchmarks.conversion.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def main() -> None:
     rows += of_llama
     progress("5/5 writing")
     record = {
-        "command": "python benchmarks/conversion.py",
+        "command": "python -m benchmarks.conversion",
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         "rows": [asdict(row) for row in rows],
         "llama_of_32_layers": checks,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from fitact.runtime.saving import Watched
 from fitact.runtime.torch_internals import FakeTensor, TorchDispatchMode, without_torch_function
 
 META = torch.device("meta")
@@ -35,16 +36,18 @@ class OperationMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def watching_saved(see: Callable[[Tensor], object]) -> saved_tensors_hooks:
+def watching_saved(see: Callable[[Tensor], Callable[[], object]]) -> saved_tensors_hooks:
     """Return a context that shows each tensor that autograd saves for backward.
+
+    What `see` returns is called if a `saving` that stored the tensor finds that it can be recomputed.
 
     What has a node is stored detached. An output that is stored as it is holds the node that saves it, so that
     neither would ever be freed.
     """
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Watched:
         with without_torch_function():  # this is no operation of the model
-            see(tensor)
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            dropped = see(tensor)
+            return Watched(tensor if tensor.grad_fn is None else tensor.detach(), dropped)
 
-    return saved_tensors_hooks(pack, lambda tensor: tensor)
+    return saved_tensors_hooks(pack, lambda watched: watched.tensor)

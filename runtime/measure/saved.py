@@ -88,6 +88,7 @@ class Saved:
         records: what is known of each, likewise.
         owned: identities of the storages that modules own; these are never counted.
         versions: tensors of these storages, with how often each had been changed in place when it was saved.
+        times: how often each was saved.
         place: where in the modules the forward pass is; None unless the count is detailed.
 
     """
@@ -95,7 +96,8 @@ class Saved:
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     records: dict[int, SavedStorage] = field(default_factory=dict)
     owned: set[int] = field(default_factory=set)
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    versions: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    times: Counter[int] = field(default_factory=Counter)
     place: Place | None = None
 
     @property
@@ -112,7 +114,7 @@ class Saved:
     @property
     def overwritten(self) -> bool:
         """Whether something that is saved has been changed in place since, so that backward cannot use it."""
-        return any(version_of(tensor) != version for tensor, version in self.versions)
+        return any(version_of(tensor) != version for tensor, version in self.versions.values())
 
     def by_kind(self, module: str = "") -> dict[str, int]:
         """Return bytes by kind, the largest first, of the module with this path; by default of all."""
@@ -133,16 +135,30 @@ class Saved:
                 sums[key(record)] += record.bytes
         return dict(sums.most_common())
 
-    def add(self, tensor: Tensor, kind: str = "") -> None:
-        """Count a tensor's storage, if it is new and no module owns it; by default its kind is the operation's."""
+    def add(self, tensor: Tensor, kind: str = "") -> Callable[[], None]:
+        """Count a tensor's storage, if it is new and no module owns it; by default its kind is the operation's.
+
+        Returns:
+            A function to call if the tensor turns out not to be saved.
+
+        """
         storage = tensor.untyped_storage()
         key = storage_id(storage)
-        if key in self.owned:
-            return
+        if key not in self.owned:
+            self._add(tensor, key, storage, kind)
+        return functools.partial(self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.times[key] -= 1
+        if key in self.storages and not self.times[key] and self in counts:
+            del self.storages[key], self.records[key], self.versions[key]
+
+    def _add(self, tensor: Tensor, key: int, storage: torch.UntypedStorage, kind: str) -> None:
+        self.times[key] += 1
         before = self.records.get(key) if key in self.storages else None
         if before is None:
             self.storages[key] = storage
-            self.versions.append((tensor.detach(), version_of(tensor)))
+            self.versions[key] = tensor.detach(), version_of(tensor)
         if self.place is None:
             self.records[key] = SavedStorage(storage.nbytes())
         elif before is None or before.kind == "activation":

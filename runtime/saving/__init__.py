@@ -27,6 +27,7 @@ from .quantising import POLICIES as POLICIES
 from .quantising import SHARP as SHARP
 from .quantising import STATISTIC as STATISTIC
 from .quantising import policy_of as policy_of
+from .storage import Watched as Watched
 from .storages import observing as observing
 
 ERRORS = tuple(POLICIES)  # in their order: each may be further off than those before it

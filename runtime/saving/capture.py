@@ -168,7 +168,9 @@ class Capture(TorchFunctionMode):
             else:
                 if own:
                     mark_of(storage).recompute = None
-                self.settle(stored, storage, output)
+                settled = self.settle(stored, storage, output)
+                if own and recompute is not None:
+                    recompute.wait(settled)
         return output
 
     def made(
@@ -190,9 +192,10 @@ class Capture(TorchFunctionMode):
         """Return how autograd gets a value that a call saves and backward computes."""
         return Reading(computed, value, self.outside)
 
-    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
-        """Store what could not be recomputed, after a call that returned the output."""
+    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> Stored:
+        """Store what could not be recomputed, after a call that returned the output; returns what is stored."""
         mark_of(storage).add(stored.settle())
+        return stored
 
     def _record_liger(self, args: Iterable[Any]) -> None:
         """Record how the outputs of Liger's functions among the arguments of a call are recomputed."""
@@ -246,11 +249,13 @@ class Capture(TorchFunctionMode):
         if stored is None:
             if self._undecided is not None and not self._is_argument(tensor):
                 stored = Stored(tensor, self.hooks)
+                stored.first = next_call() - 1
                 self._undecided.append((stored, storage))
                 return stored
+            stored = self.store(tensor, mark, grows and not tensor.is_leaf)
             if recompute is not None and recompute.version == version:
                 mark.recompute = None  # which may hold what it reads
-            return self.store(tensor, mark, grows and not tensor.is_leaf)
+            return stored
         mark.add(stored)
         return stored
 
@@ -263,9 +268,42 @@ class Capture(TorchFunctionMode):
             grows: whether it has a gradient and is no parameter or input of the user.
 
         """
+        stored = self.added(tensor, mark, grows)
+        recompute: Recompute | None = mark.recompute
+        if recompute is not None and recompute.version == stored.version:
+            recompute.wait(stored)
+        if mark.waiting:
+            self._replace_waiting(mark)
+        return stored
+
+    def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
+        """Store a tensor as `store` does, whatever waits for it."""
         stored = self._stored(tensor)
         mark.add(stored)
         return stored
+
+    def _replace_waiting(self, mark: Mark) -> None:
+        """Recompute what waited for a memory to be stored.
+
+        What is replaced is computed from nothing that was itself replaced: backward would nest too deeply.
+        """
+        waiting, mark.waiting = mark.waiting, []
+        for ref in waiting:
+            stored = ref()
+            if stored is None or stored.replaced or stored.base or not stored.recompute.is_free():
+                continue
+            leaves = list(stored.recompute.leaves())
+            if any(leaf.replaced for leaf in leaves) or not self.is_as_near(stored, leaves):
+                continue
+            computed = stored.recompute.store(self.store)
+            if computed is not None:
+                stored.replace(computed)
+                for leaf in leaves:
+                    leaf.base = True
+
+    def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
+        """Return whether a tensor may be computed from others in place of what is stored of it."""
+        return True
 
     def _stored(self, tensor: Tensor) -> Stored:
         if self.hooks is None or (self.hooks.own and is_leaf(tensor)):

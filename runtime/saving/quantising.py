@@ -175,10 +175,15 @@ class Quantising(Capture):
             stored = super().pack(tensor)
         return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
 
-    def store(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
+    def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised."""
         stored = self._quantised(tensor, mark) if grows else None
-        return stored or super().store(tensor, mark, grows)
+        return stored or super().added(tensor, mark, grows)
+
+    def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
+        """Return whether a tensor is stored in no more bits than what it would be computed from."""
+        least = min((leaf.bits for leaf in leaves if type(leaf) is Quantised), default=None)
+        return least is None or (type(stored) is Quantised and not stored.signs and stored.bits <= least)
 
     def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""
@@ -190,15 +195,15 @@ class Quantising(Capture):
         computed.readers -= 1
         return Slope(value, self.hooks, slope, computed)
 
-    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
+    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> Stored:
         """Store what could not be recomputed; the output of an activation quantised."""
         quantised: Quantised | None = None
         if isinstance(output, Tensor) and output.requires_grad and storage is output.untyped_storage():
             quantised = self._quantised(output, mark_of(storage))
         if quantised is None:
-            super().settle(stored, storage, output)
-        else:
-            stored.recompute_instead(Reading(quantised, output, self.outside))
+            return super().settle(stored, storage, output)
+        stored.recompute_instead(Reading(quantised, output, self.outside))
+        return quantised
 
     def _quantised(self, tensor: Tensor, mark: Mark) -> Quantised | None:
         """Return the codes of a tensor's memory; None if it has to be stored as it is."""
@@ -250,11 +255,5 @@ def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
 
 def _bits_of(recompute: Recompute | None) -> int:
     """Return in how few bits what a tensor is recomputed from is stored."""
-    least = SHARP
-    for operand in () if recompute is None else recompute.operands:
-        stored = operand.mark.stored(operand.version, operand.layout)
-        if operand.recompute is not None:
-            least = min(least, _bits_of(operand.recompute))
-        elif type(stored) is Quantised:
-            least = min(least, stored.bits)
-    return least
+    leaves = () if recompute is None else recompute.leaves()
+    return min((leaf.bits for leaf in leaves if type(leaf) is Quantised), default=SHARP)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -39,6 +39,9 @@ Store = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are recomputed for a byte of a tensor; before a wider copy is made of it
 # Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
 SUMS = 8
+WAITS = (
+    4  # computations in a row, at whose start a single tensor may be stored that makes them unnecessary to store
+)
 
 
 class Operand:
@@ -47,25 +50,39 @@ class Operand:
     Attributes:
         mark: of its memory.
         recompute: how to recompute it; None if it is stored.
+        later: how to recompute it once what that takes is stored.
         tensor: the tensor, if neither autograd nor anything else saves it yet.
+        weak: a reference to it, if storing it for this would take no less.
         grows: whether that has a gradient and is no parameter or input of the user.
 
     """
 
-    __slots__ = ("grows", "layout", "mark", "recompute", "tensor", "version")
+    __slots__ = ("grows", "later", "layout", "mark", "recompute", "tensor", "version", "weak")
 
     def __init__(self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None = None) -> None:
         self.mark, self.version, self.layout, self.recompute = mark, version, layout, recompute
         self.tensor: Tensor | None = None
+        self.weak: Callable[[], Tensor | None] | None = None
+        self.later: Recompute | None = None
         self.grows = False
 
     def is_stored(self) -> bool:
-        """Return whether autograd stores the tensor by now."""
-        return self.mark.stored(self.version, self.layout) is not None
+        """Return whether autograd stores the tensor by now, or what it is recomputed from."""
+        if self.mark.stored(self.version, self.layout) is not None:
+            return True
+        if self.later is not None and self.later.is_free():
+            self.recompute = self.later
+        return self.recompute is not None
 
     def bytes(self) -> float:
-        """Return what storing the tensor takes; without end if it may be gone."""
-        return inf if self.tensor is None else self.tensor.untyped_storage().nbytes()
+        """Return what storing the tensor adds; without end if it may be gone."""
+        if self.tensor is not None:
+            return self.tensor.untyped_storage().nbytes()
+        tensor = self._alive()
+        return inf if tensor is None else tensor.untyped_storage().nbytes() - self.mark.frees()
+
+    def _alive(self) -> Tensor | None:
+        return self.weak() if self.tensor is None and self.weak else self.tensor
 
     def store(self, store: Store) -> Stored | Computed | None:
         """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
@@ -77,17 +94,17 @@ class Operand:
                 return None
             stored.readers += 1
             stored.needed = True
-        elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
-            stored = store(self.tensor, self.mark, self.grows)
+        elif (tensor := self._alive()) is not None and _is_there(tensor, self.version):
+            stored = store(tensor, self.mark, self.grows)
             stored.ours = stored.needed = True
-        if stored is not None and not self.mark.is_inside(None):
-            self.tensor = None  # the hooks have it, elsewhere or nowhere
+        if type(stored) is Quantised or not (stored is None or self.mark.is_inside(None)):
+            self.tensor = None  # it is stored in codes, or the hooks have it, elsewhere or nowhere
         return stored
 
-    def _has_memory(self) -> bool:
-        """Return whether the tensor has its memory; FSDP takes it from weights between their uses."""
-        tensor = self.tensor
-        return tensor is not None and tensor.untyped_storage().nbytes() >= min(tensor.nbytes, 1)
+
+def _is_there(tensor: Tensor, version: int) -> bool:
+    """Return whether a tensor is unchanged and has its memory; FSDP takes it from weights between their uses."""
+    return version_of_saved(tensor) == version and tensor.untyped_storage().nbytes() >= min(tensor.nbytes, 1)
 
 
 class Unsuitable(Exception):  # noqa: N818  no error
@@ -102,6 +119,8 @@ class Recompute:
         unsaved: the tensors that nothing else stored yet when this was made, by the identity of their marks.
         work: bytes that are written to compute it.
         sums: how many sums are in a row.
+        holds: whether it refers, directly or not, to tensors that nothing else stored.
+        waits: how many computations are in a row that wait for one tensor to be stored.
         version: the tensor's.
 
     Args:
@@ -121,7 +140,7 @@ class Recompute:
 
     __slots__ = (
         *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_layout"),
-        *("_storage", "largest", "operands", "size", "sums", "unsaved", "version", "work"),
+        *("_storage", "holds", "largest", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
     )
 
     def __init__(
@@ -139,7 +158,8 @@ class Recompute:
         self.operands: list[Operand] = []
         self.unsaved: dict[int, Operand] | None = None
         self.size = self.largest = self.work = storage.nbytes()
-        self.sums = 0
+        self.sums = self.waits = 0
+        self.holds = False
         self._computed: Callable[[], Computed | None] | None = None
         self._args = self._taken(args)
         self._kwargs = dict(zip(kwargs, self._taken(kwargs.values()), strict=True)) if kwargs else kwargs
@@ -179,10 +199,12 @@ class Recompute:
         mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
         operand = Operand(mark, version, layout)
         self.operands.append(operand)
+        inner: Recompute | None = mark.recompute
+        self.holds = self.holds or (inner is not None and inner.holds)
         if mark.known and mark.stored(version, layout):
             return operand
-        inner: Recompute | None = mark.recompute
-        if inner is not None and inner.version == version and inner.pays() and not self._cuts(inner):
+        current = inner is not None and inner.version == version
+        if inner is not None and current and inner.pays() and not self._cuts(inner):
             operand.recompute = inner
             self.work += inner.work
             self.largest = max(self.largest, inner.largest)
@@ -192,6 +214,8 @@ class Recompute:
         elif is_parameter(tensor):
             operand.tensor = tensor.detach()
         else:
+            if inner is not None and current and inner.waits < WAITS:
+                operand.later, self.waits = inner, max(self.waits, inner.waits + 1)
             operand.tensor, operand.grows = tensor, tensor.requires_grad and not tensor.is_leaf
             self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
         return operand
@@ -204,8 +228,11 @@ class Recompute:
         if self.unsaved is None:
             return
         never = set() if self.pays() else self.unsaved.keys()
+        self.holds = self.holds or not never
         for operand in self.operands:
             if operand.tensor is not None:
+                if len(never) == 1:
+                    operand.weak = weakref.ref(operand.tensor)
                 operand.tensor = None if id(operand.mark) in never else operand.tensor.detach()
 
     def _cuts(self, inner: Recompute) -> bool:
@@ -214,8 +241,13 @@ class Recompute:
 
     def pays(self) -> bool:
         """Return whether storing what it needs takes less than its value."""
+        adds = self.adds()
+        return not self.unsaved or adds < self.size
+
+    def adds(self) -> float:
+        """Return the bytes that storing what it needs adds to what is stored."""
         if self.unsaved is None:
-            return True
+            return 0
         adds: float = 0
         left = {}
         for key, operand in self.unsaved.items():
@@ -223,7 +255,12 @@ class Recompute:
                 left[key] = operand
                 adds += operand.bytes()
         self.unsaved = left or None
-        return not left or adds < self.size
+        return adds
+
+    def is_free(self) -> bool:
+        """Return whether all that it needs is stored."""
+        self.adds()
+        return self.unsaved is None
 
     def alive(self) -> Computed | None:
         """Return what computes the value for those who will read it; None if nobody will."""
@@ -245,6 +282,23 @@ class Recompute:
             self._computed = weakref.ref(computed)
         computed.readers += 1
         return computed
+
+    def wait(self, stored: Stored) -> None:
+        """Remember that a stored tensor can be recomputed once a single other one is stored."""
+        waiting = None if self.holds else self
+        while waiting is not None and waiting.unsaved and len(waiting.unsaved) == 1:
+            (unsaved,) = waiting.unsaved.values()
+            unsaved.mark.wait(stored)
+            stored.recompute, stored.first = self, stored.first or next_call() - 1
+            waiting = unsaved.later
+
+    def leaves(self) -> Iterator[Stored]:
+        """Return what is stored of the tensors from which this and its operands are computed."""
+        for operand in self.operands:
+            if operand.recompute is not None:
+                yield from operand.recompute.leaves()
+            elif (stored := operand.mark.stored(operand.version, operand.layout)) is not None:
+                yield stored
 
     def run(self, values: Sequence[Stored | Computed]) -> Tensor:
         """Compute the tensor."""

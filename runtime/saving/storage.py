@@ -62,6 +62,21 @@ class Hooks:
         return isinstance(other, Hooks) and (self.pack, self.unpack) == (other.pack, other.unpack)
 
 
+class Watched:
+    """What hooks return that only look at a tensor, such as those that count.
+
+    Args:
+        tensor: to be stored.
+        dropped: called if the tensor turns out to be recomputed, after all.
+
+    """
+
+    __slots__ = ("dropped", "tensor")
+
+    def __init__(self, tensor: Tensor, dropped: Callable[[], object]) -> None:
+        self.tensor, self.dropped = tensor, dropped
+
+
 class Mark:
     """What is known of a tensor's memory.
 
@@ -71,16 +86,18 @@ class Mark:
         known: weak references to what is stored of it.
         recompute: how to recompute it; None if that is unknown.
         casts: weak references to how to compute autocast's copies, by dtype and layout.
+        waiting: weak references to what is stored elsewhere, and can be recomputed once this memory is stored.
 
     """
 
-    __slots__ = ("_hooks", "casts", "known", "recompute")
+    __slots__ = ("_hooks", "casts", "known", "recompute", "waiting")
 
     def __init__(self, hooks: Hooks | None) -> None:
         self._hooks = None if hooks is None else weakref.ref(hooks)
         self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
+        self.waiting: list[Callable[[], Stored | None]] = []
 
     def is_inside(self, hooks: Hooks | None) -> bool:
         """Return whether it was made inside of these hooks."""
@@ -120,6 +137,17 @@ class Mark:
     def needed(self) -> list[Stored]:
         """Return what is stored of the memory that something is recomputed from."""
         return [stored for ref in self.known if (stored := ref()) is not None and stored.needed]
+
+    def wait(self, stored: Stored) -> None:
+        """Remember, weakly, what can be recomputed once the memory is stored."""
+        if self.waiting:
+            self.waiting = [ref for ref in self.waiting if ref() is not None]
+        self.waiting.append(weakref.ref(stored))
+
+    def frees(self) -> int:
+        """Return the bytes that can be recomputed once the memory is stored."""
+        waiting = (stored for ref in self.waiting if (stored := ref()) is not None)
+        return sum(0 if stored.replaced or stored.base else stored.recompute.size for stored in waiting)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
@@ -254,12 +282,17 @@ class Stored(Made):
         ours: whether no operation of the model saved it.
         needed: whether something is recomputed from it.
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
-        instead: what it is computed by, if that turned out to add less.
+        instead: what it is computed by, if that turned out to add less before it was settled.
+        recompute: how to recompute it, if it waits for another tensor to be stored.
+        replaced: whether nothing is stored any more, and it is recomputed.
+        base: whether a tensor that was replaced is computed from it.
 
     """
 
     ours, needed, separate, instead = False, False, False, None
-    _spoilt = False
+    replaced, base, _spoilt = False, False, False
+    recompute: Any = None
+    _guard: Tensor | None = None
     _hooks: Hooks | None = None
     _layout: Layout | None = None
     _copied: Tensor | None = None
@@ -310,10 +343,13 @@ class Stored(Made):
         """Return the tensor; raises RuntimeError if it was changed in place."""
         if self._hooks is not None:
             return self._unpacked(self.layout)
-        tensor: Tensor = self._saved
-        if version_of_saved(tensor) != self.version:
+        tensor: Any = self._guard if self.replaced else self._saved
+        if tensor is not None and version_of_saved(tensor) != self.version:
             raise RuntimeError(CHANGED.format(version_of_saved(tensor), self.version))
-        return tensor
+        if not self.replaced:
+            return tensor
+        with quietly():
+            return self.read(self.layout)
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the same memory.
@@ -322,6 +358,8 @@ class Stored(Made):
             RuntimeError: it was changed in place and could not be copied before.
 
         """
+        if self.replaced:
+            return in_layout(self.made(), layout)
         if self._hooks is not None:
             tensor = self._unpacked(layout)
             if self._spoilt and version_of_saved(tensor) > self.version:
@@ -332,23 +370,27 @@ class Stored(Made):
     def _unpacked(self, layout: Layout) -> Tensor:
         assert self._hooks is not None
         tensor = self.made()
+        if isinstance(self._saved, Watched):
+            return in_layout(tensor, layout)
         if not self._whole or (tensor.size(), tensor.stride()) == layout[:2]:
             return tensor
         size, stride, offset = layout
         return tensor.contiguous().as_strided(size, stride, tensor.storage_offset() + offset)
 
     def _make(self) -> Tensor:
+        if self.replaced:
+            return self.sources[0].made()
         assert self._hooks is not None
         with with_torch_function():
             return self._hooks.unpack(self._saved)
 
     def is_repeatable(self) -> bool:
         """Return whether what is stored can be asked for again: a checkpoint outside gives each tensor once."""
-        return self._hooks is None or self._hooks.own
+        return (self._hooks is None or self._hooks.own) and super().is_repeatable()
 
     def can_read(self, layout: Layout) -> bool:
         """Return whether a tensor of the same memory can be read from what is stored."""
-        return self._hooks is None or self._whole or layout == self.layout
+        return self._hooks is None or self._whole or layout == self.layout or isinstance(self._saved, Watched)
 
     def is_current(self) -> bool:
         """Return whether what is stored is still the tensor as it was saved, or a copy of that."""
@@ -362,6 +404,8 @@ class Stored(Made):
         PyTorch would allow this if no operation saved it, or none whose backward runs. What the user's hooks store
         may be the tensor itself, and there is no other one to give them.
         """
+        if self.replaced:
+            return
         if self._hooks is not None and not self._hooks.own and not self.separate:
             packed = [leaf for leaf in tree_leaves(self._saved) if isinstance(leaf, Tensor)]
             self._spoilt = not packed or any(leaf.untyped_storage() is storage for leaf in packed)
@@ -376,12 +420,34 @@ class Stored(Made):
                 self._saved = None
 
     def is_decoded(self) -> bool:
-        """Return whether it is stored in codes."""
-        return False
+        """Return whether it is stored in codes, or computed from such."""
+        return any(source.is_decoded() for source in self.sources)
 
     def recompute_instead(self, reading: Any) -> None:
-        """Store nothing: the tensor can be recomputed."""
+        """Store nothing, not even at first: the tensor can be recomputed."""
         self._saved, self.instead = None, reading
+
+    def replace(self, computed: Made) -> None:
+        """Free what is stored: from now on the tensor is computed."""
+        self._layout = self.layout
+        if self._hooks is None:
+            self._guard = None if self._saved is None else version_guard(self._saved)
+        elif not self._hooks.own:  # then PyTorch sees no changes
+            self._guard = None
+        self.drop()
+        self._hooks = self._copied = None
+        self.saved, self.separate = not self.ours, True
+        self._read_from(computed)
+
+    def _read_from(self, computed: Made) -> None:
+        self.replaced, self.sources = True, (computed,)
+        computed.read_by(self.first)
+
+    def drop(self) -> None:
+        """Free the tensor."""
+        if isinstance(self._saved, Watched):
+            self._saved.dropped()
+        self._saved = None
 
 
 class Bits(Stored):
@@ -477,19 +543,20 @@ class Quantised(Stored):
 
     Attributes:
         bits: of a code.
+        signs: whether elements that are not 0 have their sign.
         guard: counts changes of the tensor in place.
 
     """
 
     separate = True
-    sources: Sequence[Stored]
+    sources: Sequence[Any]
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
     guard: Tensor | None = None
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
         n, columns = tensor.numel(), next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
         self._shape = (n // columns, columns) if n % columns == 0 else (n, 1)
-        self._dtype, self.bits, self.version = tensor.dtype, bits, version_of_saved(tensor)
+        self._dtype, self.bits, self.signs, self.version = tensor.dtype, bits, signs, version_of_saved(tensor)
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
         self.sources = [Stored(part, hooks).settle() for part in parts]
@@ -504,6 +571,8 @@ class Quantised(Stored):
         return self.made().as_strided(*layout)
 
     def _make(self) -> Tensor:
+        if self.replaced:
+            return super()._make()
         codes, scales, shifts = (source.value() for source in self.sources)
         return decode(codes, scales, shifts, self._shape, self._dtype)
 
@@ -527,6 +596,12 @@ class Quantised(Stored):
 
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: codes do not change with the tensor."""
+
+    def replace(self, computed: Made) -> None:
+        """Free the codes: from now on the tensor is computed."""
+        for source in self.sources:
+            source.drop()
+        self._read_from(computed)
 
 
 @contextmanager

@@ -39,6 +39,8 @@ def _how(saved: Stored | Reading) -> str:
         saved = saved.instead
     source = saved.computed if isinstance(saved, Reading) else saved
     match source:
+        case Stored() if source.replaced:
+            return "recomputed"
         case Quantised():
             return f"{source.bits} bits"
         case Bits():

@@ -72,7 +72,7 @@ def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
 
 def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> Subject:
     source = hugging_face(kind, SMALL[kind] | more, image=IMAGES.get(kind))
-    return prepare(source, batch=2, seq=24, dtype=dtype, fake=fake)
+    return prepare(source, batch=4, seq=24, dtype=dtype, fake=fake)  # hidden states large enough to be quantised
 
 
 def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
+from tests.support.blocks import BY_HAND
 
 SHAPE = (4, 5, 16)
 HALF = torch.bfloat16
@@ -112,6 +113,7 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: _repeated(pick()),
         lambda pick: torch.stack([pick(), pick()]).mean(0),
         lambda pick: (lambda x: x * x * torch.sigmoid(x))(pick()),
+        *(lambda pick, one=one: one(pick()) for one in BY_HAND.values()),
         lambda pick: (lambda x: torch.lerp(x, x, 0.3) / (torch.atan2(x, x) + x.abs() + 2))(pick().float()),
         lambda pick: F.cosine_similarity(pick().float(), pick().exp().float(), -1)[..., None] * pick(),
         lambda pick: torch.stack([pick(), pick().sin(), pick()]).prod(0),

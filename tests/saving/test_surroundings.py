@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fitact
 from tests.support.around import AROUND
-from tests.support.blocks import MLP, MODELS, RMSNorm
+from tests.support.blocks import MLP, MODELS, Hand, RMSNorm
 from tests.support.calls import CALLS, Attention, repeated
 from tests.support.convolutions import IMAGES, UNITS
 from tests.support.models import inputs_of, made
@@ -107,6 +107,8 @@ SMALL: dict[str, Callable[[], Example]] = {
     **{name: partial(unit, make, IMAGES[2]) for name, make in UNITS.items()},
     "leaky relu": partial(unit, partial(MLP, nn.LeakyReLU)),
     "softplus": partial(unit, partial(MLP, nn.Softplus)),
+    "quick gelu by hand": partial(unit, partial(MLP, partial(Hand, "quick gelu"))),
+    "gelu by hand": partial(unit, partial(MLP, partial(Hand, "gelu"))),
     "scores changed": partial(unit, Scores),
     "repetition changed": partial(unit, Repeated),
 }
@@ -454,7 +456,7 @@ MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in b
 
 QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed", "gate")
 QUICK += ("dropout", "composed", "adapters", "group norm", "calls: attention", "calls: gelu, dropout")
-QUICK += ("calls: adapter",)
+QUICK += ("calls: adapter", "quick gelu by hand", "gelu by hand")
 # Other hooks may store the very tensor from which another is recomputed: if it is changed later, backward raises.
 SPOILT = {
     *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),

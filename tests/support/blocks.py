@@ -104,6 +104,34 @@ class Own(nn.Module):
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+# As models write them: what is saved first is a function of x, which is saved later, or not at all.
+BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "silu, turned": lambda x: torch.sigmoid(x) * x,
+    "silu, a quotient": lambda x: x / (1 + torch.exp(-x)),
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": lambda x: x * 0.5 * (1.0 + torch.erf(x / 2**0.5)),
+    "gelu, turned": lambda x: 0.5 * (1.0 + torch.erf(x / 2**0.5)) * x,
+    "laplace": lambda x: x * 0.5 * (1 + torch.erf((x - 0.7) / 0.4)),
+    "fast gelu": lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+    "softplus": lambda x: F.softplus(0.7 * x) * x,
+    "hardswish": lambda x: x * F.relu6(x + 3) / 6,
+    "a square": lambda x: torch.sigmoid(x) ** 2 * x,
+    "three": lambda x: torch.sigmoid(x) + torch.tanh(x) + torch.exp(x),
+}
+
+
+class Hand(nn.Module):
+    """Such an activation."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return BY_HAND[self.name](x)
+
+
 class Layer(nn.Module):
     """A transformer's, of 64 features, with four heads."""
 
