@@ -39,9 +39,7 @@ Store = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are recomputed for a byte of a tensor; before a wider copy is made of it
 # Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
 SUMS = 8
-WAITS = (
-    4  # computations in a row, at whose start a single tensor may be stored that makes them unnecessary to store
-)
+WAITS = 4  # computations in a row that wait for a tensor to be stored
 
 
 class Operand:
