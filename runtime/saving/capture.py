@@ -166,11 +166,10 @@ class Capture(TorchFunctionMode):
             if computed is not None:
                 stored.recompute_instead(self.computed(computed, output, (func, args)))
             else:
-                if own:
-                    mark_of(storage).recompute = None
                 settled = self.settle(stored, storage, output)
                 if own and recompute is not None:
                     recompute.wait(settled)
+                    mark_of(storage).recompute = None
         return output
 
     def made(
@@ -252,10 +251,7 @@ class Capture(TorchFunctionMode):
                 stored.first = next_call() - 1
                 self._undecided.append((stored, storage))
                 return stored
-            stored = self.store(tensor, mark, grows and not tensor.is_leaf)
-            if recompute is not None and recompute.version == version:
-                mark.recompute = None  # which may hold what it reads
-            return stored
+            return self.store(tensor, mark, grows and not tensor.is_leaf)
         mark.add(stored)
         return stored
 
@@ -272,6 +268,7 @@ class Capture(TorchFunctionMode):
         recompute: Recompute | None = mark.recompute
         if recompute is not None and recompute.version == stored.version:
             recompute.wait(stored)
+            mark.recompute = None  # which may hold what it reads
         if mark.waiting:
             self._replace_waiting(mark)
         return stored

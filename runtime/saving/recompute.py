@@ -212,7 +212,7 @@ class Recompute:
         elif is_parameter(tensor):
             operand.tensor = tensor.detach()
         else:
-            if inner is not None and current and inner.waits < WAITS:
+            if inner is not None and current and inner.waits < WAITS and not inner.holds:
                 operand.later, self.waits = inner, max(self.waits, inner.waits + 1)
             operand.tensor, operand.grows = tensor, tensor.requires_grad and not tensor.is_leaf
             self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
