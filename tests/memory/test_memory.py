@@ -62,6 +62,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 4, 1]},
     "efficientnet": {"hidden_dim": 256, "image_size": 64, "width_coefficient": 0.2, "depth_coefficient": 0.3},
 }
+RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+SMALL["deepseek_v3"] = TEXT | RANKS | {"first_k_dense_replace": 2}  # casts to float32 and back
 IMAGES = {"resnet": 32}
 
 
