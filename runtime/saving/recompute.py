@@ -49,8 +49,8 @@ class Operand:
         mark: of its memory.
         recompute: how to recompute it; None if it is stored.
         later: how to recompute it once what that takes is stored.
-        tensor: the tensor, if neither autograd nor anything else saves it yet.
-        weak: a reference to it, if storing it for this would take no less.
+        tensor: the tensor, if it is a parameter, or storing it would take less than the value.
+        weak: a weak reference to it, if neither autograd nor anything else saved it yet.
         grows: whether that has a gradient and is no parameter or input of the user.
 
     """
@@ -69,7 +69,7 @@ class Operand:
         if self.mark.stored(self.version, self.layout) is not None:
             return True
         if self.later is not None and self.later.is_free():
-            self.recompute = self.later
+            self.recompute, self.tensor = self.later, None
         return self.recompute is not None
 
     def bytes(self) -> float:
@@ -95,8 +95,8 @@ class Operand:
         elif (tensor := self._alive()) is not None and _is_there(tensor, self.version):
             stored = store(tensor, self.mark, self.grows)
             stored.ours = stored.needed = True
-        if type(stored) is Quantised or not (stored is None or self.mark.is_inside(None)):
-            self.tensor = None  # it is stored in codes, or the hooks have it, elsewhere or nowhere
+        if stored is not None and self.weak is not None:
+            self.tensor = None  # what is stored has it, or codes of it, or the hooks elsewhere
         return stored
 
 
@@ -215,6 +215,7 @@ class Recompute:
             if inner is not None and current and inner.waits < WAITS and not inner.holds:
                 operand.later, self.waits = inner, max(self.waits, inner.waits + 1)
             operand.tensor, operand.grows = tensor, tensor.requires_grad and not tensor.is_leaf
+            operand.weak = weakref.ref(tensor)
             self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
         return operand
 
@@ -225,13 +226,11 @@ class Recompute:
         """
         if self.unsaved is None:
             return
-        never = set() if self.pays() else self.unsaved.keys()
-        self.holds = self.holds or not never
+        pays = self.pays()
+        self.holds = self.holds or pays
         for operand in self.operands:
-            if operand.tensor is not None:
-                if len(never) == 1:
-                    operand.weak = weakref.ref(operand.tensor)
-                operand.tensor = None if id(operand.mark) in never else operand.tensor.detach()
+            if operand.tensor is not None and operand.weak is not None:
+                operand.tensor = operand.tensor.detach() if pays else None
 
     def _cuts(self, inner: Recompute) -> bool:
         """Return whether an operand had better be stored: it takes much to compute, and a wider tensor follows."""

@@ -29,6 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fitact
+from fitact.runtime.measure import Meter, count_saved
+from fitact.runtime.saving import ERRORS, quantising
+from fitact.runtime.torch_internals import storage_id
 from tests.support.around import AROUND
 from tests.support.blocks import MLP, MODELS, Hand, RMSNorm
 from tests.support.calls import CALLS, Attention, repeated
@@ -523,3 +526,25 @@ def test_bytes_of_the_context(name: str) -> None:
         for one, context in ((baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()))
     )
     assert before > bare == converted
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", full((*SMALL, *REAL), QUICK))
+def test_all_memory_that_is_held_is_counted(name: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantising, "FEW", 64)
+    of = subject(name)
+    model, given = of.make(), [one for one in of.inputs.values() if isinstance(one, Tensor)]
+    owned = [*model.parameters(), *model.buffers(), *given]
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        with fitact.saving(error):
+            return of.loss(model)
+
+    with count_saved(model) as saved:
+        loss()
+    for one in given:
+        saved.records.pop(storage_id(one), None)
+    with Meter(owned) as meter:
+        y = loss()
+    assert meter.level - y.nbytes == saved.bytes
