@@ -346,10 +346,6 @@ class Computed(Made):
         """Return a view of the tensor."""
         return in_layout(self.made(), layout)
 
-    def is_decoded(self) -> bool:
-        """Return whether it is computed from codes."""
-        return any(source.is_decoded() for source in self.sources)
-
 
 class Reading:
     """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place.

@@ -226,6 +226,10 @@ class Made(ABC):
         """Return whether the tensor can be made again in the same pass."""
         return all(source.is_repeatable() for source in self.sources)
 
+    def is_decoded(self) -> bool:
+        """Return whether the tensor is stored in codes, or made from such."""
+        return any(source.is_decoded() for source in self.sources)
+
     def set_aside(self) -> None:
         """Free the tensor until its next reader, for which it is made again, if that is possible."""
         if self._made is not None and self.is_repeatable():
@@ -292,7 +296,7 @@ class Stored(Made):
     ours, needed, separate, instead = False, False, False, None
     replaced, base, _spoilt = False, False, False
     recompute: Any = None
-    _guard: Tensor | None = None
+    _guard: Any = None
     _hooks: Hooks | None = None
     _layout: Layout | None = None
     _copied: Tensor | None = None
@@ -343,13 +347,14 @@ class Stored(Made):
         """Return the tensor; raises RuntimeError if it was changed in place."""
         if self._hooks is not None:
             return self._unpacked(self.layout)
-        tensor: Any = self._guard if self.replaced else self._saved
-        if tensor is not None and version_of_saved(tensor) != self.version:
-            raise RuntimeError(CHANGED.format(version_of_saved(tensor), self.version))
-        if not self.replaced:
-            return tensor
-        with quietly():
-            return self.read(self.layout)
+        tensor: Tensor = self._saved
+        counts = self._guard if self.replaced else tensor
+        if counts is not None and version_of_saved(counts) != self.version:
+            raise RuntimeError(CHANGED.format(version_of_saved(counts), self.version))
+        if self.replaced:
+            with quietly():
+                return self.read(self.layout)
+        return tensor
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the same memory.
@@ -418,10 +423,6 @@ class Stored(Made):
             self._copied.set_(tensor.untyped_storage().clone(), offset, size, stride)
             if self.ours:
                 self._saved = None
-
-    def is_decoded(self) -> bool:
-        """Return whether it is stored in codes, or computed from such."""
-        return any(source.is_decoded() for source in self.sources)
 
     def recompute_instead(self, reading: Any) -> None:
         """Store nothing, not even at first: the tensor can be recomputed."""
@@ -572,7 +573,8 @@ class Quantised(Stored):
 
     def _make(self) -> Tensor:
         if self.replaced:
-            return self.sources[0].made()
+            tensor: Tensor = self.sources[0].made()
+            return tensor
         codes, scales, shifts = (source.value() for source in self.sources)
         return decode(codes, scales, shifts, self._shape, self._dtype)
 
