@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import (
@@ -215,7 +216,7 @@ class Recompute:
             if inner is not None and current and inner.waits < WAITS and not inner.holds:
                 operand.later, self.waits = inner, max(self.waits, inner.waits + 1)
             operand.tensor, operand.grows = tensor, tensor.requires_grad and not tensor.is_leaf
-            operand.weak = weakref.ref(tensor)
+            operand.weak = TensorWeakRef(tensor)
             self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
         return operand
 
