@@ -229,7 +229,7 @@ class Capture(TorchFunctionMode):
         mark = marked(storage, self.hooks)
         stored = mark.same(tensor, version) if mark.known else None
         if stored is not None:
-            stored.ours = False
+            stored.ours, stored.saved = False, True
             stored.readers += 1
             return stored
         recompute = mark.recompute
@@ -264,6 +264,8 @@ class Capture(TorchFunctionMode):
             grows: whether it has a gradient and is no parameter or input of the user.
 
         """
+        for other in mark.alive(version_of_saved(tensor)) if mark.known else ():
+            other.stays = True  # to free it would free nothing: this is the same memory
         stored = self.added(tensor, mark, grows)
         recompute: Recompute | None = mark.recompute
         if recompute is not None and recompute.version == stored.version:
@@ -287,16 +289,19 @@ class Capture(TorchFunctionMode):
         waiting, mark.waiting = mark.waiting, []
         for ref in waiting:
             stored = ref()
-            if stored is None or stored.replaced or stored.base or not stored.recompute.is_free():
+            if stored is None or stored.replaced or stored.stays:
+                continue
+            if not stored.recompute.is_free():
+                mark.waiting.append(ref)
                 continue
             leaves = list(stored.recompute.leaves())
             if any(leaf.replaced for leaf in leaves) or not self.is_as_near(stored, leaves):
                 continue
             computed = stored.recompute.store(self.store)
-            if computed is not None:
+            if computed is not None and not stored.replaced:
                 stored.replace(computed)
                 for leaf in leaves:
-                    leaf.base = True
+                    leaf.stays = True
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor may be computed from others in place of what is stored of it."""

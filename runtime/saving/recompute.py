@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import (
+    mark_of,
     next_call,
     version_guard,
     version_of_saved,
@@ -81,10 +82,15 @@ class Operand:
         return inf if tensor is None else tensor.untyped_storage().nbytes() - self.mark.frees()
 
     def _alive(self) -> Tensor | None:
-        return self.weak() if self.tensor is None and self.weak else self.tensor
+        if self.tensor is not None or self.weak is None:
+            return self.tensor
+        tensor = self.weak()  # the user's, whose `data` may have been replaced
+        return None if tensor is None or mark_of(tensor.untyped_storage()) is not self.mark else tensor
 
     def store(self, store: Store) -> Stored | Computed | None:
         """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
+        if self.later is not None:
+            self.is_stored()
         if self.recompute is not None:
             return self.recompute.store(store)
         stored = self.mark.stored(self.version, self.layout)
@@ -207,7 +213,7 @@ class Recompute:
             operand.recompute = inner
             self.work += inner.work
             self.largest = max(self.largest, inner.largest)
-            self.sums = max(self.sums, inner.sums)
+            self.sums, self.waits = max(self.sums, inner.sums), max(self.waits, inner.waits)
             if inner.unsaved:
                 self.unsaved = {**self.unsaved, **inner.unsaved} if self.unsaved else inner.unsaved
         elif is_parameter(tensor):

@@ -147,7 +147,7 @@ class Mark:
     def frees(self) -> int:
         """Return the bytes that can be recomputed once the memory is stored."""
         waiting = (stored for ref in self.waiting if (stored := ref()) is not None)
-        return sum(0 if stored.replaced or stored.base else stored.recompute.size for stored in waiting)
+        return sum(0 if stored.replaced or stored.stays else stored.recompute.size for stored in waiting)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
@@ -289,12 +289,12 @@ class Stored(Made):
         instead: what it is computed by, if that turned out to add less before it was settled.
         recompute: how to recompute it, if it waits for another tensor to be stored.
         replaced: whether nothing is stored any more, and it is recomputed.
-        base: whether a tensor that was replaced is computed from it.
+        stays: whether it is never replaced: one that was is computed from it, or its memory is stored twice.
 
     """
 
     ours, needed, separate, instead = False, False, False, None
-    replaced, base, _spoilt = False, False, False
+    replaced, stays, _spoilt = False, False, False
     recompute: Any = None
     _guard: Any = None
     _hooks: Hooks | None = None
@@ -435,10 +435,10 @@ class Stored(Made):
             self._guard = None if self._saved is None else version_guard(self._saved)
         elif not self._hooks.own:  # then PyTorch sees no changes
             self._guard = None
-        self.drop()
-        self._hooks = self._copied = None
         self.saved, self.separate = not self.ours, True
         self._read_from(computed)
+        self.drop()
+        self._hooks = self._copied = None
 
     def _read_from(self, computed: Made) -> None:
         self.replaced, self.sources = True, (computed,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -260,6 +260,54 @@ def test_written_by_hand(name: str, error: str, most: float, counted: bool) -> N
             1 if "quotient" in name else 2 * most
         )  # no quotient is quantised; what has a kink is stored for itself
     assert saves <= most * y.nbytes
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_peaks_of_those_written_by_hand(name: str) -> None:
+    before, after = peaks(pair(lambda: nn.Sequential(*(MLP(partial(Hand, name)) for _ in range(2)))), X)
+    assert after <= before
+
+
+def test_what_a_weak_reference_finds_may_have_other_memory() -> None:
+    x, weight = torch.randn(64, 64), torch.randn(64, 64).requires_grad_()
+
+    def step(context: AbstractContextManager[Any]) -> Tensor:
+        with context:
+            y = x @ weight
+            s, half = torch.sigmoid(1.7 * y), 0.5 * y
+            y.data = torch.zeros(64, 64)
+            loss = s.sum() + torch.tanh(half).sum()
+        return torch.autograd.grad(loss, weight)[0]
+
+    assert torch.equal(step(nullcontext()), step(fitact.saving()))
+
+
+def test_what_waits_in_a_long_loop() -> None:
+    weight = torch.randn(16, 16).requires_grad_()
+
+    def step(context: AbstractContextManager[Any]) -> Tensor:
+        with context:
+            hidden, loss = torch.tanh(X @ weight), torch.zeros(())
+            for i in range(400):
+                y = (X + i) @ weight
+                hidden = 0.9 * (hidden + y)
+                loss = loss + y.square().mean()
+            loss = loss + hidden.mul(1e-3).exp().mean()
+        return torch.autograd.grad(loss, weight)[0]
+
+    assert torch.equal(step(nullcontext()), step(fitact.saving()))
+
+
+def test_what_is_read_twice_is_replaced_once() -> None:
+    x, weight = torch.randn(64, 64), torch.randn(64, 64).requires_grad_()
+    with fitact.saving():
+        before = x @ weight
+        y = before + 1
+        zero = y - y
+        product = y * zero
+        zero.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
 
 
 class Multiplied(nn.Module):
