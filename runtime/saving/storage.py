@@ -186,11 +186,12 @@ class Made(ABC):
         first: the number of the first node that reads it, where this is known; its backward runs last.
         saved: whether an operation saved it, or a tensor of its memory.
         sources: what it is made from.
+        replaced: whether nothing of it is stored any more, and it is what its source is.
 
     """
 
     # of the class, since hardly one has another value and many are made
-    readers, first, saved = 1, 0, False
+    readers, first, saved, replaced = 1, 0, False, False
     sources: Sequence[Made] = ()
     _made: Tensor | None = None
     _left = 0
@@ -203,7 +204,7 @@ class Made(ABC):
         """Return the tensor to one reader."""
         tensor = self._made
         if tensor is None:
-            tensor = self._make()
+            tensor = self.sources[0].made() if self.replaced else self._make()
             self._left = self._left or self.readers
             if self._left > 1:
                 self._hold(tensor)
@@ -288,13 +289,12 @@ class Stored(Made):
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
         instead: what it is computed by, if that turned out to add less before it was settled.
         recompute: how to recompute it, if it waits for another tensor to be stored.
-        replaced: whether nothing is stored any more, and it is recomputed.
         stays: whether it is never replaced: one that was is computed from it, or its memory is stored twice.
 
     """
 
     ours, needed, separate, instead = False, False, False, None
-    replaced, stays, _spoilt = False, False, False
+    stays, _spoilt = False, False
     recompute: Any = None
     _guard: Any = None
     _hooks: Hooks | None = None
@@ -383,8 +383,6 @@ class Stored(Made):
         return tensor.contiguous().as_strided(size, stride, tensor.storage_offset() + offset)
 
     def _make(self) -> Tensor:
-        if self.replaced:
-            return self.sources[0].made()
         assert self._hooks is not None
         with with_torch_function():
             return self._hooks.unpack(self._saved)
@@ -572,9 +570,6 @@ class Quantised(Stored):
         return self.made().as_strided(*layout)
 
     def _make(self) -> Tensor:
-        if self.replaced:
-            tensor: Tensor = self.sources[0].made()
-            return tensor
         codes, scales, shifts = (source.value() for source in self.sources)
         return decode(codes, scales, shifts, self._shape, self._dtype)
 

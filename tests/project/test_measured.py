@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import budgets, layers
 from benchmarks.convergence.tasks import SMALL
 from benchmarks.evidence import blocks, checkpoints, convolutions
+from fitact.runtime.choose import POLICIES, changed
+from fitact.runtime.measure import hugging_face, prepare, whole_step
 from fitact.runtime.saving.blocks import nbytes
 from tests.conftest import ROOT
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("plan", "saving", "storage")}
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("gpu", "plan", "saving", "storage")}
 RECORDS: dict[str, Any] = {
     module.__name__.rpartition(".")[2]: json.loads(module.RESULTS.read_text("utf-8"))
     for module in (blocks, checkpoints, convolutions, layers)
@@ -114,6 +118,23 @@ def test_nothing_that_computes_no_product_again_saves_less() -> None:
         of_t5 = (row["layer"], row["training"]) == ("T5, gated", "everything")
         expected = {"exact": 9.0, "coarse": 8.25} if of_t5 else {"exact": 1.0, "coarse": 0.55}
         assert gained == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.full
+def test_the_meter_counts_what_a_gpu_measured() -> None:
+    """Steps of two blocks of LLaMA-7B; what was measured of quantised ones held more."""
+    steps = json.loads((ROOT / "benchmarks/results/gpu/steps.json").read_text("utf-8"))["rows"]
+    measured = {row["variant"]: row for row in steps if row["model"] == "LLaMA-7B"}
+    stated = re.search(r"save ([\d,]+) and ([\d,]+) MiB and their peaks are ([\d,]+) and ([\d,]+)", PAGES["gpu"])
+    assert stated is not None
+    numbers = [int(one.replace(",", "")) for one in stated.groups()]
+    expected = dict(zip(("rounding", "coarse"), zip(numbers[:2], numbers[2:], strict=True), strict=True))
+    expected |= {name: (measured[name]["saved_mib"], measured[name]["peak_mib"]) for name in ("baseline", "exact")}
+    subject = prepare(hugging_face("llama", {"num_hidden_layers": 2}), batch=8, seq=2048, dtype=torch.bfloat16)
+    for name, of_gpu in expected.items():
+        with changed([subject.model], [POLICIES[name]]):
+            step = whole_step(subject)
+        assert [step.saved.bytes / 2**20, step.peak / 2**20] == pytest.approx(of_gpu, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["LLaMA-7B", pytest.param("BERT", marks=pytest.mark.full)])
