@@ -1,6 +1,5 @@
-"""The ground: errors, texts, files, records in JSON, arguments, pictures, interrupts; Python's library alone."""
+"""The ground: errors, texts, files, records in JSON, arguments, pictures; Python's library alone."""
 
-from . import interrupts as interrupts
 from .arguments import flags as flags
 from .arguments import integer as integer
 from .arguments import positive as positive
@@ -23,8 +22,6 @@ from .files import reason as reason
 from .files import remove_all as remove_all
 from .files import write as write
 from .files import write_all as write_all
-from .interrupts import MESSAGE as MESSAGE
-from .interrupts import STATUS as STATUS
 from .pictures import blank as blank
 from .pictures import check_format as check_format
 from .pictures import defaults as defaults

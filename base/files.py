@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import JobError, UsageError
-from .interrupts import unfinished
 
 # The name of an unfinished file: PREFIX, a random number, SUFFIX.
 PREFIX, SUFFIX = ".fitact-", ".writing"
@@ -78,7 +77,6 @@ def write_all(folder: Path, contents: Mapping[str, str | bytes]) -> None:
             place = _within(folder, path)
             place.parent.mkdir(parents=True, exist_ok=True)
             beside = str(place.parent / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}")
-            unfinished.add(beside)
             staged.append((beside, place))
             with open(beside, "xb") as file:
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -92,7 +90,6 @@ def write_all(folder: Path, contents: Mapping[str, str | bytes]) -> None:
     finally:
         for beside, _ in staged:
             Path(beside).unlink(missing_ok=True)
-            unfinished.discard(beside)
 
 
 def is_unfinished(path: Path) -> bool:

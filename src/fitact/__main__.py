@@ -2,17 +2,16 @@
 
 import sys
 
-from fitact.base import interrupts
-
 
 def main() -> int:
     """Run the command line on the process's arguments and return its exit status."""
-    interrupts.end_at_once()
-    from .cli import main as run  # takes long enough to be interrupted
+    try:
+        from .cli import main as run  # takes long enough to be interrupted
 
-    status = run()
-    interrupts.come_too_late()
-    return status
+        return run()
+    except KeyboardInterrupt:
+        print("fitact: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

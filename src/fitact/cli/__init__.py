@@ -7,27 +7,16 @@ need only when they run, so `--help` is instant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
-from fitact.base import MESSAGE, STATUS, FitactError, reason
+from fitact.base import FitactError, reason
 
 from . import calibrate, codegen, fit, memory, plan, plot, show
 from .options import say
 
 
-class _Commands(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; on a KeyboardInterrupt, end it without the empty line that click would print."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.Abort from None
-
-
 @click.group(
-    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with:  fitact fit --fn gelu --bits 3,  or  fitact memory --hf gpt2",
 )
@@ -51,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fitact"
         return _fail(f"{error.format_message()} (see {command} --help)", 2)
     except click.Abort:
-        return _fail(MESSAGE, STATUS)
+        return _fail("interrupted", 130)  # 128 and the signal's number
     except FitactError as error:
         return _fail(str(error), error.exit_status)
     except OSError as error:
