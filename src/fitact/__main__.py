@@ -10,7 +10,7 @@ def main() -> int:
 
         return run()
     except KeyboardInterrupt:
-        print("fitact: interrupted", file=sys.stderr)
+        sys.stderr.write("fitact: interrupted\n")
         return 130
 
 
