@@ -1,5 +1,7 @@
 """Build the reference: commands.md from `--help`, api.md from docstrings, gallery.md from the shipped fits.
 
+Tables between the marks of other pages are those of `tables.py`.
+
     python docs/build.py [--check] [--pictures]
 
 Without `--pictures`, only missing pictures are drawn. `--check` writes nothing and fails if a page is out of date.
@@ -324,11 +326,12 @@ def pages() -> dict[Path, str]:
 
 
 def with_results() -> dict[Path, str]:
-    """Return the pages that have results of a GPU between their marks."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.gpu.tables import filled, results
+    """Return the pages that have tables of measurements between their marks."""
+    sys.path.insert(0, str(DOCS))
+    from tables import filled
 
-    return {path: filled(path.read_text("utf-8"), results()) for path in (DOCS / "gpu.md", ROOT / "README.md")}
+    pages = {path: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+    return {path: filled(text) for path, text in pages.items() if "<!-- end -->" in text}
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -202,24 +201,3 @@ def test_the_documents_learned_trainings() -> None:
             exact, converted = (runs[task, method, seed] for method in ("exact", "recompute"))
             assert all(converted[name] == exact[name] for name in ("loss", "curve"))
             assert converted["saved_bytes"] < exact["saved_bytes"]
-
-
-def test_the_table_of_block_codes() -> None:
-    """Each cell is the committed comparison, rounded as it is written; what is bold can be distinguished."""
-    results = json.loads((RESULTS / "convergence_stored.json").read_text())
-    page = (ROOT / "docs" / "evidence.md").read_text("utf-8")
-    found = {(one["task"], one["method"]): one for one in results["comparisons"] if one["metric"] == "loss"}
-    for method, label in {
-        "blocks8": "8 bits",
-        "blocks6": "6 bits",
-        "blocks4": "4 bits",
-        "coarse": "coarse",
-    }.items():
-        (row,) = re.findall(rf"^\| {label} \| [^|]* % \|(.*)\|$", page, re.MULTILINE)
-        for task, cell in zip(("characters", "digits", "lora", "gated"), row.split("|"), strict=True):
-            one = found[task, method]
-            assert ("**" in cell) == one["distinguishable"] and one["pairs"] == 5
-            for text, value in zip(
-                re.findall(r"[\d.]+", cell), (abs(one["difference"]), one["half"]), strict=True
-            ):
-                assert abs(float(text) - value) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import budgets, layers
+from benchmarks import layers
 from benchmarks.convergence.tasks import SMALL
 from benchmarks.evidence import blocks, checkpoints, convolutions
 from fitact.runtime.choose import POLICIES, changed
@@ -25,22 +25,6 @@ RECORDS: dict[str, Any] = {
     for module in (blocks, checkpoints, convolutions, layers)
 }
 RECIPE = replace(SMALL.recipes["characters"], steps=60, rate=blocks.RATE, validation=8)
-
-
-@pytest.mark.parametrize(
-    ("module", "page"),
-    [(blocks, "storage"), (convolutions, "storage"), (checkpoints, "saving"), (layers, "saving")],
-    ids=["blocks", "convolutions", "checkpoints", "layers"],
-)
-def test_tables(module: Any, page: str) -> None:
-    rows = RECORDS[module.__name__.rpartition(".")[2]]["rows"]
-    assert "\n".join(module.table(rows)) in PAGES[page]
-
-
-def test_budgets() -> None:
-    record = json.loads(budgets.RESULTS.read_text("utf-8"))
-    for model in budgets.MODELS:
-        assert "\n".join(budgets.table(record[model])) in PAGES["plan"]
 
 
 def errors(name: str) -> list[dict[str, float]]:
