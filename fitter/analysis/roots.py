@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import sympy
@@ -149,11 +149,6 @@ class _Search:
         self.rough: list[Part] = []  # boxes beyond what enclosures can tell
         self.points: dict[float, Number] = {}
 
-    @cached_property
-    def curve(self) -> Expr:
-        """The second derivative."""
-        return self.derivative.diff(x)
-
     def run(self) -> None:
         """Cut boxes until each is decided, or has one crossing, or is left to exact values."""
         holes = {point - gap(point): point + gap(point) for point in self.cuts}
@@ -283,13 +278,13 @@ class _Search:
 
     def crossing(self, a: float, b: float, sign: int) -> None:
         """Record the root in (a, b), where the sign changes from `sign`."""
-        at = _root((self.expr, self.derivative, self.curve), a, b, sign)
+        at = _root(self.expr, a, b, sign)
         self.signs += [(a, float(at), sign), (float(at), b, -sign)]
         self.point(at)
 
     def touching(self, a: float, b: float, sign: int, size: Number) -> None:
         """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
-        at = _root((self.derivative, self.curve, self.curve.diff(x)), a, b, -sign)
+        at = _root(self.derivative, a, b, -sign)
         found = value(self.expr, at, 20)
         point = float(at)
         if abs(found) <= size * arb("1e-25"):
@@ -344,32 +339,30 @@ def _filled(parts: list[Part]) -> list[Part]:
     return parts
 
 
-def _root(exprs: tuple[Expr, Expr, Expr], a: float, b: float, side: int) -> Number:
-    """Return the root of the first formula in (a, b), to 25 digits or more.
+def _root(expr: Expr, a: float, b: float, side: int) -> Number:
+    """Return the root of a formula in (a, b), to 25 digits or more; `side` is its sign at a, which differs at b.
 
-    `exprs` are the formula and its first two derivatives; `side` is its sign at a, which differs from that at b.
-    Each step is Newton's for f/f′, which converges fast to multiple roots too, or halves the bracket where that is
-    not half as long as the step before.
+    Each step is the secant's through the last two points, or halves the bracket where that is not half as long as
+    the step before. None is shorter than the error that is allowed, so that two points are soon around the root.
     """
     with ctx.workprec(200):
         low, high = arb(a), arb(b)
-        if low < 0 < high and value(exprs[0], 0, 20) == 0:
+        if low < 0 < high and value(expr, 0, 20) == 0:
             return ZERO
-        at = ((low + high) / 2).mid()
-        last = high - low
+        before, size = low, value(expr, low, 40)
+        at, last = ((low + high) / 2).mid(), high - low
         for _ in range(400):
-            found, derivative, curve = (value(expr, at, 40) for expr in exprs)
+            found = value(expr, at, 40)
             if found == 0:
                 return at
-            if sign_of(found) == side:
-                low = at
-            else:
-                high = at
-            scale = (derivative * derivative - found * curve).mid()
-            step = (found * derivative / scale).mid() if scale != 0 else arb.nan()
+            low, high = (at, high) if sign_of(found) == side else (low, at)
             close = arb("1e-28") * abs(at)
-            if abs(step) <= close or high - low <= close:
-                return at
+            step = (found * (at - before) / (found - size)).mid()
+            if high - low <= 2 * close:
+                return (at - step).mid() if low < at - step < high else at
+            if abs(step) < close:
+                step = close if at == high else -close
+            before, size = at, found
             if low < at - step < high and 2 * abs(step) <= abs(last):
                 at, last = (at - step).mid(), step
             else:

@@ -21,7 +21,7 @@ from fitact.cli import main, tables
 from fitact.codegen.generate import render
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.expr.atoms import Where
+from fitact.fitter.expr.atoms import Where, sign
 from fitact.fitter.expr.exact import value
 from fitact.fitter.methods.table import make
 from fitact.fitter.numerics.weight import Weight
@@ -188,8 +188,8 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
 
 
 def _undecided(formula: Any, at: float, unit: float) -> bool:
-    """Whether roundings of its terms decide a condition of the formula."""
-    for node in formula.atoms(Where):
+    """Whether roundings of its terms decide a condition of the formula, or a sign."""
+    for node in formula.atoms(Where, sign):
         terms = [abs(_exact(term, at)) for term in sympy.Add.make_args(node.args[0])]
         if not abs(_exact(node.args[0], at)) > ROUNDINGS * unit * max(terms):
             return True
