@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fitact.base import FitactError, UsageError, one_line, quote
@@ -138,6 +139,12 @@ def check_model(model: object) -> None:
     """Raise a UsageError unless it is an nn.Module."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise a UsageError if a model has lazy parameters that no run has given a size yet."""
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError("the model has parameters that are not initialised yet: run it once before")
 
 
 def loss_of(output: Any) -> Tensor | None:

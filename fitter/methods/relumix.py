@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 from flint import arb, ctx
 
-from fitact.base import UsageError
+from fitact.base import UsageError, integer, quote
 from fitact.fitter.analysis import REALS, Activation, Asymptote, float_check, gap, roots
 from fitact.fitter.expr import Array, geometric, value
 from fitact.fitter.numerics import (
@@ -114,12 +114,15 @@ def fit(
         The fit.
 
     Raises:
-        UsageError: bits are out of range, or f has no such mixture, or one that the search would not find.
+        UsageError: an argument is out of range, or f has no such mixture, or one that the search would not find.
 
     Warns:
         FitWarning: floating point fails on the formula, see `float_check.problem`.
 
     """
+    if objective not in ("primitive", "derivative"):
+        raise UsageError(f"objective: expected primitive or derivative, got {quote(objective)}")
+    restarts, seed = integer("restarts", restarts, 0), integer("seed", seed, 0)
     found = mixture(activation, bits, objective, restarts, seed, progress)
     float_check.warn(activation)
     options: dict[str, float | str] = {"objective": objective, "restarts": restarts, "seed": seed}

@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fitact.base import FitactError, UsageError, one_line, quote
 from fitact.runtime.measure import Sketch
-from fitact.runtime.restore import check_model, following, has_no_values, real, runner, untouched
+from fitact.runtime.restore import (
+    check_initialised,
+    check_model,
+    following,
+    has_no_values,
+    real,
+    runner,
+    untouched,
+)
 from fitact.runtime.torch_internals import is_compiled, without_torch_function
 
 from .detect import CALLED, activation_sites, computed_by
@@ -85,8 +92,7 @@ def _check(model: nn.Module, batches: object) -> None:
     check_model(model)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise UsageError(f"batches: expected several batches, as a list, got {quote(batches)}")
-    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        raise UsageError("the model has parameters that are not initialised yet: run it once, then calibrate it")
+    check_initialised(model)
     if has_no_values(model):
         raise UsageError("the model's tensors have no values, as they are meta or fake: load its weights first")
     if any(map(is_compiled, model.modules())):

@@ -15,13 +15,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fitact.base import FitactError, UsageError, few, one_line, quote
 from fitact.runtime.restore import (
     NO_VALUES,
     Inputs,
     Runner,
+    check_initialised,
     check_model,
     explained,
     generators,
@@ -177,6 +177,7 @@ def copied(
 
     """
     check_model(model)
+    check_initialised(model)
     run = runner(example_inputs)
     name = type(model).__name__
     try:
@@ -249,8 +250,7 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
     """
     if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
         raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
+    check_initialised(model)
 
     def looked(
         of: nn.Module, again: Callable[[], Runner], around: Callable[[], AbstractContextManager[Any]]
