@@ -1,8 +1,7 @@
 """Where a model's bytes are, and what each policy saves: `measure`, behind `fitact memory`.
 
-    from fitact.runtime.choose.compare import measure
-    from fitact.runtime.measure.prepare import Training
-    from fitact.runtime.measure.sources import hugging_face
+    from fitact.runtime.choose import measure
+    from fitact.runtime.measure import Training, hugging_face
 
     report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048)
     report.block                                   # bytes of one block by kind
@@ -13,7 +12,7 @@
 
     measure(mine, batch=8, seq=1024)
 
-`fitact.cli.memory_tables.show(report)` prints the command line's tables.
+`print(report)` shows the command line's tables.
 """
 
 from __future__ import annotations
