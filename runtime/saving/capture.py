@@ -231,7 +231,7 @@ class Capture(TorchFunctionMode):
         if stored is not None:
             stored.ours, stored.saved = False, True
             stored.readers += 1
-            return stored
+            return Reading(stored, tensor, self.outside) if stored.replaced else stored
         recompute = mark.recompute
         if recompute is None and self.autocast:
             recompute = self._cast(tensor, mark)

@@ -366,7 +366,7 @@ class Reading:
 
     __slots__ = ("_guard", "_saved_at", "computed", "layout")
 
-    def __init__(self, computed: Computed | Quantised, tensor: Tensor, outside: bool) -> None:
+    def __init__(self, computed: Computed | Stored, tensor: Tensor, outside: bool) -> None:
         self.computed, self.layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)

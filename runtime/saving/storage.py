@@ -126,11 +126,11 @@ class Mark:
         return None
 
     def same(self, tensor: Tensor, version: int) -> Stored | None:
-        """Return the storage of this very tensor, None if there is none."""
+        """Return the storage of this very tensor, or what computes it in any layout; None if there is none."""
         layout = layout_of(tensor)
         for ref in self.known:
             stored = ref()
-            if stored is not None and stored.version == version and stored.layout == layout:
+            if stored is not None and stored.version == version and (stored.layout == layout or stored.replaced):
                 return stored
         return None
 
@@ -296,6 +296,7 @@ class Stored(Made):
     ours, needed, separate, instead = False, False, False, None
     stays, _spoilt = False, False
     recompute: Any = None
+    guard: Tensor | None = None
     _guard: Any = None
     _hooks: Hooks | None = None
     _layout: Layout | None = None

@@ -269,6 +269,21 @@ def test_peaks_of_those_written_by_hand(name: str, blocks: int, most: float) -> 
     assert after <= most * before
 
 
+def test_a_replaced_tensor_in_other_layouts() -> None:
+    """What several operations save of an activation's result, in other layouts, is recomputed for each."""
+    first, last, x = nn.Linear(32, 64), nn.Linear(64, 8), torch.randn(8, 64, 32)
+    found = []
+    for context in (nullcontext, fitact.saving):
+        with count_saved(first, last) as saved, context():
+            y = first(x)
+            s = torch.sigmoid(y)
+            loss = (y * s).sum() + (s.mT @ s[:, :8].mT).sum() + last(s).sum()
+        found.append((saved.bytes, torch.autograd.grad(loss, first.weight)[0]))
+    (before, expected), (after, gradient) = found
+    assert torch.equal(gradient, expected)
+    assert after == x.nbytes + y.nbytes < before
+
+
 def test_what_a_weak_reference_finds_may_have_other_memory() -> None:
     x, weight = torch.randn(64, 64), torch.randn(64, 64).requires_grad_()
 

@@ -113,6 +113,7 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: _repeated(pick()),
         lambda pick: torch.stack([pick(), pick()]).mean(0),
         lambda pick: (lambda x: x * x * torch.sigmoid(x))(pick()),
+        lambda pick: (lambda x, s: s * x + (s.mT @ x).mean() * F.linear(s, weight.exp()))(*_gated(pick())),
         *(lambda pick, one=one: one(pick()) for one in BY_HAND.values()),
         lambda pick: (lambda x: torch.lerp(x, x, 0.3) / (torch.atan2(x, x) + x.abs() + 2))(pick().float()),
         lambda pick: F.cosine_similarity(pick().float(), pick().exp().float(), -1)[..., None] * pick(),
@@ -122,6 +123,10 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: _largest(pick(), -1).expand(SHAPE) * pick(),
         *(lambda pick, divide=divide: divide(_likeliest(pick())).repeat(1, 1, 4) for divide in DIVIDE),
     ]
+
+
+def _gated(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.sigmoid(x)
 
 
 def program(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
