@@ -19,6 +19,11 @@ BATCHED = (aten.bmm.default, aten.baddbmm.default)
 MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)  # a norm has one
 MAXIMA = aten.amax.default, aten.max.dim  # so has a softmax
 LINEAR = CAST.overloadpacket, aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.clone
+PERIODIC = (
+    aten.sin.default,
+    aten.cos.default,
+    aten.tan.default,
+)  # of large numbers codes miss the place in a period
 SOFTMAX = "of a softmax"
 
 
@@ -195,6 +200,8 @@ class _Graph:
             return Reader("attention" if self._is_batched(node) else "linear")
         if _maximises(node):
             return Reader("", SOFTMAX)
+        if target in PERIODIC:
+            return Reader("", "of a sine")
         if target in MEANS:
             rank, dims = node.all_input_nodes[0].meta["val"].dim(), cast("Any", node.args[1:2])
             over = [dim % rank for dim in (dims[0] if dims and dims[0] else range(rank))]

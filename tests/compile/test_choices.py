@@ -125,6 +125,13 @@ class Rectified(Gelu):
         return x + self.down(F.leaky_relu(self.up(x), -1.0))
 
 
+class Sine(Gelu):
+    """A layer of a SIREN, whose sine goes through many periods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sin(30 * self.up(x)))
+
+
 Kind = tuple[str, str, int | None, str]
 SOFTMAX: Kind = ("bmm", "", None, "of a softmax")
 OUTPUT: Kind = ("_scaled_dot_product_flash_attention_for_cpu", "attention", 8, "")
@@ -165,6 +172,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[Kind
         1.0,
         {("mean", "linear", 4, ""), ("addmm", "", None, "a statistic"), ("mul", "linear", 4, "")},
     ),
+    "sine": (Sine, (128, 256), 0.9, {("addmm", "", None, "of a sine")}),
     "swiglu": (SwiGLU, (128, 256), 0.9, {("mm", "activation", 4, ""), ("mm", "gate", 4, "")}),
 }
 
