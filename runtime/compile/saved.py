@@ -19,11 +19,7 @@ BATCHED = (aten.bmm.default, aten.baddbmm.default)
 MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)  # a norm has one
 MAXIMA = aten.amax.default, aten.max.dim  # so has a softmax
 LINEAR = CAST.overloadpacket, aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.clone
-PERIODIC = (
-    aten.sin.default,
-    aten.cos.default,
-    aten.tan.default,
-)  # of large numbers codes miss the place in a period
+PERIODIC = aten.sin.default, aten.cos.default, aten.tan.default  # an error of half a per cent may be a period
 SOFTMAX = "of a softmax"
 
 
