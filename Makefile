@@ -110,7 +110,6 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.kernels.resources
 	$(BIN)/python -m benchmarks.kernels.overhead
 	$(BIN)/python -m benchmarks.kernels.activations
-	FITACT_CPU=inductor $(BIN)/python -m benchmarks.kernels.activations
 	$(BIN)/python -m benchmarks.saved
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.planning

@@ -57,16 +57,11 @@ def kernels() -> str:
 
 def cpu() -> str:
     """Return what the time of kernels on a CPU is of PyTorch's."""
-    ratios = {
-        (row["label"], group["dtype"], mode): row["ratio"]
-        for mode in ("", "_inductor")
-        for group in record(f"activations_cpu{mode}")["groups"]
-        for row in group["rows"]
-    }
-    columns = [(dtype, mode) for mode in ("", "_inductor") for dtype in ("float32", "bfloat16")]
-    head = ["times PyTorch's own", "float32", "bfloat16", "float32, `FITACT_CPU=inductor`", "bfloat16, the same"]
-    names = ("gelu_fewbit3", "silu_fewbit3", "gelu_inverted1")
-    return table(head, [[f"`{name}`", *(f"{ratios[name, *column]:.1f}" for column in columns)] for name in names])
+    groups = record("activations_cpu")["groups"]
+    ratios = {(row["label"], group["dtype"]): row["ratio"] for group in groups for row in group["rows"]}
+    dtypes, names = ("float32", "bfloat16"), ("gelu_fewbit3", "silu_fewbit3", "gelu_inverted1")
+    rows = [[f"`{name}`", *(f"{ratios[name, dtype]:.1f}" for dtype in dtypes)] for name in names]
+    return table(["times PyTorch's own", *dtypes], rows)
 
 
 def contexts() -> str:

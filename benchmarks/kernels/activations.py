@@ -4,9 +4,9 @@
 
 For each size and dtype: forward, backward and both, medians in milliseconds, all taking turns; the ratio to the
 same activation of PyTorch; the bytes autograd saves for each element. Beside the shipped modules: PyTorch's
-activation under torch.compile, the same with a memory budget of 0.7. Run it with FITACT_CPU=inductor too. glibc is
-told to keep what is freed, as the allocators do that PyTorch's tuning guide recommends (jemalloc, tcmalloc):
-otherwise giving pages back and asking for them again takes as long as the work, for some rows and not for others.
+activation under torch.compile, the same with a memory budget of 0.7. glibc is told to keep what is freed, as the
+allocators do that PyTorch's tuning guide recommends (jemalloc, tcmalloc): otherwise giving pages back and asking
+for them again takes as long as the work, for some rows and not for others.
 An interrupt keeps what is finished. The picture is beside the JSON.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import platform
 import statistics
 import sys
@@ -159,15 +158,13 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     keep_freed_memory()
-    mode = os.environ.get("FITACT_CPU", "")
-    results = Path(__file__).parents[1] / "results" / f"activations_cpu{f'_{mode}' if mode else ''}.json"
+    results = Path(__file__).parents[1] / "results" / "activations_cpu.json"
     path = arguments.output or results
     record: dict[str, Any] = {
         "machine": f"{platform.machine()}, {platform.system()}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
-        "FITACT_CPU": mode,
         "groups": [],
     }
     try:

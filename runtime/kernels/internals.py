@@ -35,11 +35,3 @@ def in_functorch_transform() -> bool:
     Before 2.13 the compiler cannot trace this. As it runs the transforms while it traces, the answer holds.
     """
     return bool(torch._C._functorch.get_dynamic_layer_stack_depth() > 0)
-
-
-def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Let the compiler treat the size of a dimension as a variable, unless the code needs a number.
-
-    PyTorch documents `torch._dynamo.maybe_mark_dynamic` under this name.
-    """
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)

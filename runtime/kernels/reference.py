@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from . import inductor
 
 ROWS = 8
 COLUMNS = 1024
@@ -44,10 +41,10 @@ def chunk() -> int:
     return min(CHUNK * torch.get_num_threads(), LARGEST)
 
 
-def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
-    """Yield, chunk by chunk, a slice of the tiles from `start` on and the slice of the elements in them."""
+def _chunks(x: Tensor, tiles: int) -> Iterator[tuple[slice, slice]]:
+    """Yield, chunk by chunk, a slice of the tiles and the slice of the elements in them."""
     size = chunk() if x.device.type == "cpu" else max(tiles, 1)
-    for first in range(start, tiles, size):
+    for first in range(0, tiles, size):
         last = min(first + size, tiles)
         yield slice(first, last), slice(first * TILE, min(last * TILE, x.numel()))
 
@@ -64,18 +61,13 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
     A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0.
     """
     flat = x.view(-1)
-    tiles, done = tiles_of(x), _whole(x)
+    tiles = tiles_of(x)
     if x.numel() <= COLUMNS:
         return _encode_row(flat, borders, bits, even)
     codes = x.new_empty(bytes_of_codes(x, bits), dtype=torch.uint8)
-    if done:
-        whole = flat[: done * TILE].view(-1, ROWS, COLUMNS)
-        inductor.encoder(borders, bits, even, x.dtype)(
-            whole, codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS)
-        )
     half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
     table = _by_pattern(borders, x.dtype, even) if half else None
-    for tile, element in _chunks(x, done, tiles):
+    for tile, element in _chunks(x, tiles):
         part = flat[element]
         code = _count(part, borders, even) if table is None else table.index_select(0, _patterns(part))
         _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
@@ -108,11 +100,6 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def _whole(x: Tensor) -> int:
-    """Return how many tiles, from the first on, compiled code processes."""
-    return x.numel() // TILE if x.device.type == "cpu" and inductor.asked_for() else 0
-
-
 def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
     """Return how many borders are less than each x, int32."""
     x = x.to(arithmetic_dtype(x))
@@ -140,14 +127,8 @@ def _by_pattern(borders: tuple[float, ...], dtype: torch.dtype, even: bool) -> T
     return _count(_numbers(dtype), borders, even).to(torch.uint8)
 
 
-class Derivative(Protocol):
-    """f′ as a function of y and of a code (int32), tensors of one dimension, empty if they are not saved."""
-
-    def __call__(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return f′, float32 or float64, of y in any dtype, in few passes over the memory."""
-
-    def traced(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return f′ of y in float32 or float64 and of any shape, in operations that a compiler fuses."""
+# f′, float32 or float64, of y in any dtype and of a code (int32), of one dimension each, empty if not saved.
+Derivative = Callable[[Tensor, Tensor], Tensor]
 
 
 def backward(
@@ -172,12 +153,7 @@ def backward(
         return torch.mul(dy, factor.view(dy.shape)).to(dtype)
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
-    if done := _whole(dy):
-        rows = [part[: done * TILE].view(-1, ROWS, COLUMNS) for part in (flat, flat_dx)]
-        outputs = flat_y if y is None else flat_y[: done * TILE].view(-1, ROWS, COLUMNS)
-        planes = codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS) if bits else codes
-        inductor.multiplier(derivative.traced, bits, dtype)(rows[0], outputs, planes, rows[1])
-    for tile, element in _chunks(dy, done, tiles_of(dy)):
+    for tile, element in _chunks(dy, tiles_of(dy)):
         part = flat[element]
         code = _unpack(codes, bits, tile, element) if bits else codes
         torch.mul(part, derivative(flat_y if y is None else flat_y[element], code), out=flat_dx[element])
@@ -202,10 +178,6 @@ class Levels:
     def __call__(self, y: Tensor, code: Tensor) -> Tensor:
         """Return the levels, in float64 if the (empty) y is float64."""
         return constant(self.levels, arithmetic_dtype(y), y.device).index_select(0, code)
-
-    def traced(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return the levels, by selects."""
-        return inductor.pick(code, self.levels).to(arithmetic_dtype(y))
 
 
 class Tabulated:
@@ -234,10 +206,6 @@ class Tabulated:
             self.tables[y.dtype] = self._table(y.dtype)
         at = _patterns(y)
         return self.tables[y.dtype].index_select(0, at.add_(code, alpha=PATTERNS) if self.bits else at)
-
-    def traced(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return the function of y in float32 or float64."""
-        return self.function(y, code)
 
     def _table(self, dtype: torch.dtype) -> Tensor:
         y = _numbers(dtype).to(torch.float32).repeat(1 << self.bits)
