@@ -20,6 +20,11 @@ MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)  # a norm
 MAXIMA = aten.amax.default, aten.max.dim  # so has a softmax
 LINEAR = CAST.overloadpacket, aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.clone
 PERIODIC = aten.sin.default, aten.cos.default, aten.tan.default  # an error of half a per cent may be a period
+# As in `quantising`, but for log1p and quotients: in their form the compiler has softplus and SiLU.
+STEEP = (
+    *(aten.log.default, aten.log2.default, aten.log10.default, aten.sqrt.default, aten.rsqrt.default),
+    *(aten.reciprocal.default, aten.acos.default, aten.acosh.default, aten.asin.default, aten.atanh.default),
+)
 SOFTMAX = "of a softmax"
 
 
@@ -175,6 +180,8 @@ class _Graph:
             current = self.nodes[place]
             if is_pointwise(current) and elements(current) >= STATISTIC * elements(base):
                 return Reader("", "a statistic")
+            if _is_steep(current, passing, elements(base)):
+                return Reader("", "of a logarithm or root")
             reader = self._reads(current, passing)
             first = first or reader
             sharp |= reader is not None and reader.kind == "attention"
@@ -229,6 +236,14 @@ class _Graph:
 
 def _attends(node: fx.Node) -> bool:
     return node.op == "call_function" and "attention" in schema_name(node.target)
+
+
+def _is_steep(node: fx.Node, passing: Collection[fx.Node], size: int) -> bool:
+    """Return whether an error of what a node reads has no bound; not of a statistic of so many elements."""
+    if node.target not in STEEP and not (node.target is aten.pow.Tensor_Scalar and cast("Any", node.args[1]) < 1):
+        return False
+    read = node.all_input_nodes[0]
+    return read in passing and STATISTIC * elements(base_of(read)) >= size
 
 
 def _maximises(node: fx.Node) -> bool:

@@ -132,6 +132,13 @@ class Sine(Gelu):
         return x + self.down(torch.sin(30 * self.up(x)))
 
 
+class Logarithm(Gelu):
+    """A logarithm that goes far down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.log(self.up(x).abs() + 0.01))
+
+
 Kind = tuple[str, str, int | None, str]
 SOFTMAX: Kind = ("bmm", "", None, "of a softmax")
 OUTPUT: Kind = ("_scaled_dot_product_flash_attention_for_cpu", "attention", 8, "")
@@ -173,6 +180,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[Kind
         {("mean", "linear", 4, ""), ("addmm", "", None, "a statistic"), ("mul", "linear", 4, "")},
     ),
     "sine": (Sine, (128, 256), 0.9, {("addmm", "", None, "of a sine")}),
+    "logarithm": (Logarithm, (128, 256), 0.9, {("addmm", "", None, "of a logarithm or root")}),
     "swiglu": (SwiGLU, (128, 256), 0.9, {("mm", "activation", 4, ""), ("mm", "gate", 4, "")}),
 }
 
