@@ -66,9 +66,6 @@ FITS = {
 EACH_FIT = pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
 
 
-# ------------------------------------------------------------------------------------------------- the module
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_modules_are_what_their_fits_generate(path):
     assert render(read(path)) == (ROOT / "generated" / f"{path.stem}.py").read_text(encoding="utf-8")
@@ -178,8 +175,6 @@ def test_a_long_formula_stays_in_one_line_of_the_docstring():
     text = render(fit(" + ".join(["x*sigmoid(x)"] * 20)))
     assert ast.get_docstring(ast.parse(text)).splitlines()[2].count("sigmoid") == 20
 
-
-# ----------------------------------------------------------------------------------------------- the printers
 
 FORMULAS = listed("""
 x   -x   2 - x   x/3 - 1/x   -1/x + 1e-5   1/(1 + x**2)   x*(1 + erf(x/sqrt(2)))/2   x*sigmoid(1.702*x)

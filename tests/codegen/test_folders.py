@@ -1,7 +1,5 @@
 """The folders that `fitact codegen --standalone` and `--hub` write: who made them, drift, and what is removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -135,9 +135,6 @@ def test_importing_what_a_stranger_s_fit_generates_runs_none_of_its_text(tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-# ------------------------------------------------------------------------------- the barriers, each by itself
-
-
 def test_what_reading_let_pass_is_not_admitted_to_a_template():
     fit = from_json(json.dumps(RECORDS["gelu_regelu2_published"]))
     for text in (t for t in HOSTILE if {*'"\\#'} & {*t} or not t.isprintable() or not t.isascii()):

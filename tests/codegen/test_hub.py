@@ -1,7 +1,5 @@
 """Kernels for the Hugging Face Hub: their layout, and that the library `kernels` loads them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import tomllib

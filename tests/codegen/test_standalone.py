@@ -1,7 +1,5 @@
 """Standalone folders: what is in them; that they run where fitact cannot be imported, and several side by side."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib
@@ -64,7 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OBSERVE = (ROOT / "tests" / "support" / "observe.py").read_text(encoding="utf-8")
-# ------------------------------------------------------------------------------------------------ what is in them
 
 
 def test_the_runtime_is_verbatim(folder: Path) -> None:
@@ -124,8 +121,6 @@ def test_a_fit_may_be_called_like_anything_that_is_used(name: str, tmp_path: Pat
         assert is_generated(kind) and registered(kind).name == one
     assert all(map(torch.equal, *found))
 
-
-# ---------------------------------------------------------------------------------------------------- running
 
 STRICT = "error::UserWarning"
 

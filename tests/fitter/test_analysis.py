@@ -1,7 +1,5 @@
 """The shape of formulas: expectations are derived by hand, or by mpmath from an independent formula."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

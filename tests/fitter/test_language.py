@@ -26,9 +26,6 @@ def _no_hang() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------- values
-
-
 # the absolute error allowed where a formula itself cancels → formulas, three spaces apart
 VALUES = {
     0.0: (
@@ -117,8 +114,6 @@ def test_arguments_of_activations_are_not_multiplied_out(text):
     values = [float(real(text)(MP.mpf(float(point)))) for point in at]
     assert Activation.of(text).value(at) == pytest.approx(values, rel=4 * 2.0**-52, abs=0.0)
 
-
-# ----------------------------------------------------------------------------------------------- refusals
 
 KNOWN = "unknown name"
 CHARACTER = "unexpected character"
@@ -230,9 +225,6 @@ def test_only_text_is_read(text):
 def test_refusal_names_the_column(text, column):
     with pytest.raises(UsageError, match=f"column {column}:"):
         parse(text)
-
-
-# -------------------------------------------------------------------------------------------- activations
 
 
 # What float32 cannot hold, wherever a module would have it, and other reasons: texts, three spaces apart.

@@ -1,7 +1,5 @@
 """Formulas with learned parameters: their derivatives, their records, and the names that numbers can have."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import mpmath

@@ -4,8 +4,6 @@ The tests leave out what no float64 formula can promise: results below 1e-37, po
 compared function, and the derivative at a corner.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

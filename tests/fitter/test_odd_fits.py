@@ -94,9 +94,6 @@ def test_odd(what: str, command: Callable[[str], tuple[int, str, str]]) -> None:
     assert 0.002 < np.mean(pixels[..., :3].min(axis=2) < 0.5) < 0.5, "lines on a light ground"
 
 
-# ----------------------------------------------------------------------------------------------------------- text
-
-
 def drawn(text: str, **style: Any) -> bytes:
     figure = Figure(figsize=(6, 1), dpi=100)
     FigureCanvasAgg(figure)

@@ -74,9 +74,6 @@ def _no_hang() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------ the file
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_round_trip(name: str) -> None:
     text = json.dumps(RECORDS[name], indent=2, sort_keys=True) + "\n"
@@ -97,8 +94,6 @@ def test_an_error_that_is_infinite_is_refused() -> None:
         replace, from_json(TEXT), error=dict.fromkeys(STEP["error"], math.inf)
     )
 
-
-# ----------------------------------------------------------------------------------------------- its fields
 
 HOSTILE = ("__import__('os')", "10**10**10")
 NAMED = ",1a,a b,a-b,a.b,_a,class,None,True,../a,a/b,/a,a\\b,a\0,a\n,\n,é,\N{FULLWIDTH LATIN SMALL LETTER A}"
@@ -348,8 +343,6 @@ def test_file_and_field_are_named(content: bytes | None, part: str, tmp_path: Pa
         message = refused(reads, path)
         assert message.startswith(f"{path}: ") and part in message and message.count(str(path)) == 1
 
-
-# ---------------------------------------------------------------------------------------------------- calls
 
 PLAIN = STEP | {"even": False, "borders": [-1.5, 0.0, 0.75]}
 

@@ -1,7 +1,5 @@
 """Enclosures contain the values, the search finds every root, and exact values are exact."""
 
-from __future__ import annotations
-
 import math
 import random
 

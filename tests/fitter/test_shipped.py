@@ -1,7 +1,5 @@
 """The shipped fits: read, written and made again they are the same to the byte, on other CPUs too."""
 
-from __future__ import annotations
-
 import platform
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights from data: histograms, their texts, and the file of a calibration."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -24,8 +22,6 @@ THREE = "histogram(-2, -0.5, 0.25, 3; 1, 4, 3)"
 MIXED = f"0.95*{THREE} + 0.05*student(3, 0.5, 2)"
 
 POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
-
-# --- densities
 
 
 def _student(t, freedom):
@@ -60,9 +56,6 @@ def test_mass_of_students_density(freedom, mean, scale):
     low, high = ((end - mean) / scale for end in (-64, 64))
     expected = special.stdtr(freedom, high) - special.stdtr(freedom, low)
     assert Weight(f"student({freedom}, {mean}, {scale})").mass(-64.0, 64.0) == pytest.approx(expected, rel=1e-9)
-
-
-# --- histograms
 
 
 def test_density() -> None:
@@ -153,9 +146,6 @@ def test_refused(text: str, reason: str) -> None:
     assert reason in message
 
 
-# --- from counts
-
-
 def fine(x: np.ndarray[Any, Any], width: float = 1 / 64) -> tuple[list[float], list[int]]:
     """Even cells and the counts of numbers in them."""
     low = math.floor(x.min() / width)
@@ -207,9 +197,6 @@ def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
         assert np.count_nonzero(shares == 3000) == values
 
 
-# --- fits
-
-
 def calibrated(x: np.ndarray[Any, Any]) -> Site:
     return site(
         "act",
@@ -254,9 +241,6 @@ def test_one_value_can_be_fitted(x: np.ndarray[Any, Any]) -> None:
     fit = fewbit.fit(Activation.of("gelu"), 2, "a", weight=calibrated(x).weight)
     expected = float(Activation.of("gelu").derivative(x[:1])[0])
     assert fit(x[:1])[0] == pytest.approx(expected, abs=0.01)
-
-
-# --- the file
 
 
 def test_the_weight_of_a_site() -> None:

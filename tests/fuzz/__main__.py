@@ -3,8 +3,6 @@
 Each case comes from the seed and its number alone, so a failure can be had again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

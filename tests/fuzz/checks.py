@@ -1,7 +1,5 @@
 """What must hold of every case: each check returns quietly, or fails with whatever was raised."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random

@@ -1,7 +1,5 @@
 """A grammar of formulas, gates, options and fits, and changes of them; all from one random generator."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """A few hundred cases of the fuzzer, the same ones every time, and all that it has found; see `make fuzz`."""
 
-from __future__ import annotations
-
 import json
 import random
 import warnings
@@ -49,8 +47,6 @@ def test_what_was_found(name: str, case: Any) -> None:
         CHECKS[name][1](case)
 
 
-# ------------------------------------------------------------------------------------------------- the bound
-
 LONG = (
     "selu(where(tan(exp(max(1e-5, 1.0))) > sin(relu(x)), ((sigmoid(x) + (x - x)))**3, where(-(x / x) < sin(x), "
     "where(min(x, x) <= 100, square(x), (x * x)), asinh(sin(x)))))",
@@ -81,9 +77,6 @@ def test_what_takes_long_is_bounded(text: str, command: Callable[..., tuple[int,
 def test_what_is_too_large_is_refused_where_it_is_read(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         Activation.of(text)
-
-
-# ---------------------------------------------------------------------------------------- the fuzzer itself
 
 
 def test_a_wrong_module_is_seen() -> None:

@@ -6,8 +6,6 @@ kind, not each time. Tensors of one shape share it, so two of them need no broad
 And it rounds to bfloat16, as a GPU does, where Triton's truncates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType, SimpleNamespace

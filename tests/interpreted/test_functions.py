@@ -1,7 +1,5 @@
 """The functions of runtime/kernels/math.py, one by one, over the whole range of float32, interpreted."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -29,8 +29,6 @@ BITS = (1, 2, 3, 4)
 DOMAIN = (-10.0, 10.0)
 
 
-# --- the oracle: f and f′ in NumPy and SciPy
-
 # beyond the catalog: f′ with two minima, and f′ that jumps between two curved pieces
 OWN = {"bump": "x*exp(-x*x)", "bend": "where(x > 1, x + sigmoid(x) - sigmoid(1), x*x)"}
 ORACLES = {
@@ -158,9 +156,6 @@ def polish(name, borders, pinned=(), domain=DOMAIN, weight="uniform", *, rough=F
     return found.fun, found.x
 
 
-# --- published figures
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", cases([name] for name in sorted({*TABLE1["rows"], *OPTIMUM["rows"]})))
 def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
@@ -172,9 +167,6 @@ def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
         assert found.error["objective"] <= (row["optimum_even"] or row["optimum"])[bits - 1] * (1 + 1e-6)
     if bits == 3 and name in OPTIMUM["continuous_optimum_3bit"]:
         assert found.error["objective"] == pytest.approx(OPTIMUM["continuous_optimum_3bit"][name], rel=1e-9)
-
-
-# --- the stated error
 
 
 @pytest.mark.parametrize(
@@ -207,9 +199,6 @@ def test_a_mixture_states_the_errors_of_its_numbers(name, objective):
     mixture = relumix.fit(Activation.of(name), 2, "a_fit", objective=objective)
     expected = stated_errors(name, mixture) | {"objective": mixture.error["objective"]}
     assert mixture.error == pytest.approx({**expected, "rms": expected["rms"]}, rel=1e-7)
-
-
-# --- the programme and the refinement
 
 
 def moments_of(name, domain, weight, cells):
@@ -305,9 +294,6 @@ def test_no_random_restart_is_better(name, bits, domain, weight):
     assert stated == pytest.approx(least, rel=max(slack, 1e-6))  # the restarts do find the optimum
 
 
-# --- symmetry
-
-
 @pytest.mark.parametrize(
     ("name", "domain", "weight", "even"),
     [
@@ -352,9 +338,6 @@ def test_a_step_function_of_x_is_taken_where_it_is_better():
     squares = [0.5 + np.sin(1.0) / 2, 0.3 + np.sin(1.2) / 4]
     loss = squares[0] - cosine[0] ** 2 + sum(squares) - sum(cosine) ** 2 / 1.6
     assert a_fit.error["objective"] == pytest.approx(loss, rel=1e-6)
-
-
-# --- breakpoints
 
 
 @pytest.fixture
@@ -411,9 +394,6 @@ def test_a_step_derivative_is_exact_for_every_float32(formula, bits, levels, bre
     assert a_fit.error["objective"] <= 20 * rounding**2 * (1 + 1e-9)
     assert a_fit.error["primitive_max"] <= 20 * rounding * (1 + 1e-9)
     assert len(breaks) == len(levels) - 1
-
-
-# --- refusals
 
 
 REFUSED = [

@@ -3,8 +3,6 @@
 Every oracle is independent: formulas in mpmath and closed forms written in `outputs`, PyTorch's own autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -22,8 +20,6 @@ from tests.support.generated import EACH_DTYPE, HALVES, patterns, run
 from tests.support.outputs import CLOSED, LINEAR, Output, each_output, outputs
 from tests.support.reals import MP, real
 from tests.support.refusals import refused
-
-# ------------------------------------------------------------------------------------------------ the closed forms
 
 
 def compare(value: Callable, derivative: Callable, corners: tuple[float, ...]) -> None:
@@ -104,9 +100,6 @@ def test_the_closed_form_holds_for_the_parameters_or_is_refused(slope: float) ->
     else:
         fit = from_json(output.fit(activation, "own").to_json())
         assert (fit.activation.parameters, fit.derivative) == ({"negative_slope": 0.2}, "where(y > 0, 1, 1/5)")
-
-
-# ---------------------------------------------------------------------------------------------------- its errors
 
 
 # f and f′ in float64, stable over the whole range

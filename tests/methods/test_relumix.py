@@ -26,9 +26,6 @@ EDGE = 38.2277  # the paper's half-width
 OBJECTIVES = ("primitive", "derivative")
 
 
-# --- the oracle: f and f′ in NumPy and SciPy, and how far f is from the line on either side
-
-
 @dataclass(frozen=True)
 class Oracle:
     """The fitter's formula; f and f′; the lines (slope, intercept); f minus either line, accurate on its side."""
@@ -155,9 +152,6 @@ def distance(oracle, knots, slopes, objective="primitive"):
     return sum(quad(lambda x, f=f: f(x) ** 2, points) for f, points in [(before, left), *pieces, (after, right)])
 
 
-# --- published figures and the long search
-
-
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_coefficients_evaluate_to_the_published_figure_and_ours_are_better(name):
     row = PUBLISHED[name]
@@ -197,9 +191,6 @@ def test_as_good_as_a_long_search(name, bits):
 def test_any_seed_finds_the_optimum(name, bits):
     worst = max(mixed(name, bits, restarts=1, seed=seed).objective for seed in range(1, 4))
     assert worst <= BEST[name][str(bits)] * (1 + LONG[bits][0])
-
-
-# --- the objective
 
 
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC[1:])))
@@ -274,8 +265,6 @@ def test_evolution_of_three_knots_finds_nothing_better(name, objective):
     )
     assert 0.99 * least < found <= least * (1 + 1e-7)
 
-
-# --- refusals
 
 UNSEEN = "its slope changes too far from 0, or too suddenly"
 NO_LINE = "a mixture of ReLUs is a straight line"
@@ -374,8 +363,6 @@ def test_what_bends_far_from_its_corners_is_no_broken_line(text, objective):
     assert found.objective > 1e-4
 
 
-# --- an optimum moves and grows as f does
-
 GELU = 0.009506935047567, 0.0451892048645  # by the tests above
 # formula; what stretches x, and what f: ∫ (f − h̃)² grows by both, ∫ (f′ − h̃′)² by height² / width
 SIMILAR = [
@@ -391,9 +378,6 @@ def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objec
     primitive = objective == "primitive"
     expected = GELU[0] * width * height**2 if primitive else GELU[1] * height**2 / width
     assert found.objective == pytest.approx(expected, rel=1e-6, abs=0)
-
-
-# --- the record
 
 
 def test_progress_reaches_the_end_and_never_turns_back():

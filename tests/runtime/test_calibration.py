@@ -1,7 +1,5 @@
 """Calibration: what goes into a model's activations is what is counted, and nothing of the model changes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random
@@ -22,8 +20,6 @@ from fitact.fitter.records.weights import Calibration
 from fitact.runtime.measure import sketch
 from fitact.runtime.measure.sketch import NEAR, STEPS, Sketch
 from tests.support.refusals import refused
-
-# --- the sketch
 
 
 def counted(*parts: Tensor) -> Sketch:
@@ -58,9 +54,6 @@ def test_chunks_and_streams_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(other.counts, whole.counts)
         assert (other.count, other.least, other.largest) == (whole.count, whole.least, whole.largest)
         assert (other.mean, other.deviation) == pytest.approx((whole.mean, whole.deviation), rel=1e-12)
-
-
-# --- the model
 
 
 class Swish(nn.Module):

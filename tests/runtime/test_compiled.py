@@ -1,7 +1,5 @@
 """The kernels compiled ahead of time for NVIDIA and AMD, without a GPU: whole vectors, few registers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -123,9 +121,6 @@ def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> Non
     for pass_, loads, stores in (("forward", 2, 2 + one.bits), ("backward", 2 * rows + one.bits, 2)):
         ttir = Kernel.of(one.name, pass_).compile(x, "sm_90", y).asm["ttir"]
         assert (ttir.count("tt.load"), ttir.count("tt.store")) == (loads, stores)
-
-
-# ------------------------------------------------------------------------- gates, learned parameters, block codes
 
 
 def each(quick: set[tuple[str, ...]], *parts: Any) -> pytest.MarkDecorator:

@@ -4,8 +4,6 @@ Cheap tests run for each shipped activation, the rest for one of each kind. Valu
 gradients with the definition of the fit, evaluated in tests/support. Saved bytes are counted in storages.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -119,9 +117,6 @@ def test_keys_differ() -> None:
         assert (found.saves_output, found.bits) == (one.saves_output, one.bits)
 
 
-# ------------------------------------------------------------------------------------------------------- layouts
-
-
 @every_kind
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
@@ -166,9 +161,6 @@ def test_gradients_of_any_layout(one: Generated, layout: str, shape_gradient: Ca
     one.check_gradient(x, y, dy, dx)
 
 
-# ----------------------------------------------------------------------------------------- dtypes, what is coded
-
-
 @every_kind
 def test_dtypes_and_objects_refused(one: Generated) -> None:
     for wrong in (torch.arange(3), torch.ones(3, dtype=torch.complex64), torch.ones(3, dtype=torch.bool), 1.0):
@@ -194,9 +186,6 @@ def test_a_result_without_gradient_may_get_one_later(one: Generated) -> None:
     z = one.function(y)
     (dx,) = torch.autograd.grad(z.sum(), y)
     one.check_gradient(y, z, torch.ones_like(z), dx)
-
-
-# ----------------------------------------------------------------------------------------------- changes in place
 
 
 @every_kind
@@ -254,9 +243,6 @@ def test_a_retained_graph_gives_the_same_twice(one: Generated) -> None:
     assert same(torch.autograd.grad(y.sum(), x)[0], first)
     with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(y.sum(), x)
-
-
-# ------------------------------------------------------------------------------------------------------ in models
 
 
 class Between(nn.Module):

@@ -1,7 +1,5 @@
 """Training and tensors spread over two processes, over gloo; one pair of processes does everything in turn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.processes import run

@@ -1,7 +1,5 @@
 """Exported programs: outputs and gradients are eager's, saved and loaded again, and compiled ahead of time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

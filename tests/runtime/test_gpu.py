@@ -4,8 +4,6 @@ The whole file runs where there is a GPU. Elsewhere Triton's interpreter (tests/
 the tests that need none, with a few activations.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -391,9 +389,6 @@ def test_memory_that_is_taken(name: str, count: int, codes: float) -> None:
     assert {one.dtype for one in gradients} == {torch.bfloat16}
 
 
-# ------------------------------------------------------------------------------------------------- gates, learned
-
-
 def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of one tensor, whose rows lie across those of a tile, of every number; other sizes and layouts."""
     yield halves(dtype, 9, 1100)
@@ -494,8 +489,6 @@ def test_learned_numbers(name: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-6 * max(size, 1))
         assert torch.equal(found[2], passes(of_device, (False, True), False)[2])
 
-
-# ------------------------------------------------------------------------------------------------- norms, losses
 
 # Several rows a block, one row a block, and rows that are longer than a block; none a power of two, and some.
 COLUMNS = [1, 7, 100, 768, 4096, 5000, LONGEST, LONGEST + 1]
@@ -607,9 +600,6 @@ def test_contexts_in_cuda_graphs(error: str, of: str) -> None:
             found = gradients(other)
         torch.cuda.synchronize()
     assert all(map(same, found, expected))
-
-
-# ------------------------------------------------------------------------------------------------- block codes
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:

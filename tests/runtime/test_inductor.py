@@ -1,7 +1,5 @@
 """FITACT_CPU=inductor: compiled coding and decoding, in a process of its own, against the PyTorch path."""
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from pathlib import Path

@@ -3,8 +3,6 @@
 Derivatives and approximants are those of `inverses`, written out there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 
@@ -32,9 +30,6 @@ from tests.support.inverses import SOME, Inverse, chain, each_inverse, inverses,
 
 SLACK = 5e-6  # stated errors include the roundings of float32, which may fall otherwise here
 NAMED = {one.name: one for one in inverses()}
-
-
-# --------------------------------------------------------------------------------------------- values, gradients
 
 
 def test_what_is_shipped() -> None:
@@ -75,9 +70,6 @@ def test_codes_are_the_layout_that_is_documented(one: Inverse, dtype: torch.dtyp
     assert expected[5] == 0
     assert set(expected.tolist()) == set(range(2**one.bits))
     assert torch.equal(unpacked(codes, one.bits), expected)
-
-
-# -------------------------------------------------------------------------------------------------- their errors
 
 
 # name → how far off f′ may be within 0.01 of the minimum, of the outputs that PyTorch computes in float32
@@ -185,9 +177,6 @@ def test_small_and_large_tensors_agree(one: Inverse, dtype: torch.dtype) -> None
             assert torch.equal(unpacked(codes, one.bits)[:n], one.code(x[:n], dtype))
         for dx in found:
             torch.testing.assert_close(dx[:50], found[0][:50], rtol=1e-6, atol=1e-6)
-
-
-# --------------------------------------------------------------------------------------------- formulas of users
 
 
 def bumps(x: np.ndarray) -> np.ndarray:

@@ -1,7 +1,5 @@
 """What only shipped step activations promise, on the PyTorch path."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

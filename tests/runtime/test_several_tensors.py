@@ -1,7 +1,5 @@
 """Gates and formulas with learned parameters at run time: values, gradients, bytes, and PyTorch around them."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Sequence
@@ -50,9 +48,6 @@ def truth(name: str, x: Tensor, numbers: list[Tensor], dy: Tensor, dim: int = -1
     leaves = [one.detach().double().requires_grad_() for one in (x, *numbers)]
     y = CASES[name].baseline(leaves[0], *shaped(leaves[1:], x, dim))
     return y.detach(), list(torch.autograd.grad(y, leaves, dy.double()))
-
-
-# ---------------------------------------------------------------------------------------------- values, gradients
 
 
 @every_gate
@@ -144,9 +139,6 @@ def test_layouts(name: str, layout: str) -> None:
             torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
             for one, other in zip(torch.autograd.grad(y, [leaf, *numbers], dy), grads, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-9)
-
-
-# ------------------------------------------------------------------------------------ what PyTorch does with them
 
 
 @dataclass(frozen=True)
@@ -301,9 +293,6 @@ def test_ops_are_what_they_say(name: str) -> None:
     forward_op(g, g.dtype, gate_module(name)._KEY, u, check=True)
 
 
-# ------------------------------------------------------------------------------------------------ what is saved
-
-
 @every_gate
 def test_bytes_of_storages(name: str) -> None:
     """Halves of one tensor are saved as the views that they are."""
@@ -362,9 +351,6 @@ def test_a_linear_layer_after_a_formula_recomputes_its_input() -> None:
         found.append(torch.autograd.grad(y.square().sum(), [*model.parameters()]))
     assert totals[0] - totals[1] == (256 + 3) * C * 4  # the three numbers are laid side by side again, too
     assert all(map(torch.equal, *found))
-
-
-# ------------------------------------------------------------------------------------------------------ modules
 
 
 def test_parameters_are_named_and_start_as_declared() -> None:

@@ -1,7 +1,5 @@
 """What every kind of activation promises under transforms: compilers, torch.func, checkpoints, opcheck."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -34,9 +32,6 @@ BACKENDS = [None, "eager", "aot_eager"]
 def compiled(function: Callable, backend: str | None, **options: Any) -> Callable:
     torch._dynamo.reset()
     return function if backend is None else torch.compile(function, fullgraph=True, backend=backend, **options)
-
-
-# ----------------------------------------------------------------------------------------------------- compilers
 
 
 # backend, layout of the input, where autocast is entered
@@ -152,9 +147,6 @@ def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: 
     one.check_gradient(x, y, dy, dx)
 
 
-# ------------------------------------------------------------------------------------------------------ the ops
-
-
 @kinds(*QUICK, "own_inverted")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
 @pytest.mark.parametrize("shape", [(), (0,), (4, 2500), pytest.param((8192,), marks=pytest.mark.full)], ids=str)
@@ -178,9 +170,6 @@ def test_no_schema_ends_with_an_optional_argument() -> None:
     for schema in schemas:
         last = schema.arguments[-1]
         assert not last.has_default_value() and last.type.kind() != "OptionalType", schema
-
-
-# ----------------------------------------------------------------------------------------------------- torch.func
 
 
 @every_kind
@@ -238,9 +227,6 @@ def test_vmap_under_autocast(one: Generated) -> None:
     one.check_gradient(x, y, torch.ones_like(y), derivative)
 
 
-# -------------------------------------------------------------------------------------------- second derivatives
-
-
 def penalty(x: torch.Tensor, function: Callable) -> None:
     y = function(x)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -296,9 +282,6 @@ def test_second_derivatives_by_transforms_raise(one: Generated, derive: Callable
         derive(one.function, torch.randn(3, requires_grad=True))
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jvp(one.function, (torch.randn(3),), (torch.randn(3),))
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
 
 
 def selective(f: Callable, x: torch.Tensor) -> torch.Tensor:

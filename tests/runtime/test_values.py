@@ -8,8 +8,6 @@ nowhere. `values` has the allowed errors: 24 roundings of f and of x f′ for th
 what `check` promises for the others. |x| and |f| beyond 1e38 have a test of their own.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -130,8 +128,6 @@ def test_some_are_reported() -> None:
     """And most are not: the comparison above is not empty."""
     assert 5 <= sum(values.reported(formula.text) is not None for formula in FORMULAS) <= len(FORMULAS) / 3
 
-
-# -------------------------------------------------------------------------- the functions that PyTorch lacks
 
 # Units in the last place, the worst that was seen and a little more; absolute errors below 1.2e-38 do not count.
 ULPS = {"hypot1": 1.0, "isru": 2.0, "squareplus": 2.5, "sech2": 5.0, "tsech2": 5.0, "logcosh": 4.0}

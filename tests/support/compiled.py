@@ -1,7 +1,5 @@
 """Kernels compiled ahead of time, without a GPU: registers, spills, and the widths of accesses to memory."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

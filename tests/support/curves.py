@@ -1,7 +1,5 @@
 """Activations and their derivatives, written out in NumPy and SciPy in float64: nothing of fitact takes part."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Gates that tests fit, each of them in PyTorch's operators, and how near kernels have to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType

@@ -1,7 +1,5 @@
 """For tests of generated activations: PyTorch's own, numbers and layouts, and what every kind has to tell."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -3,8 +3,6 @@
 Derivatives and approximants are written out here with NumPy and SciPy, in float64: nothing of fitact takes part.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All shipped activations, and some of every kind, including formulas of users."""
 
-from __future__ import annotations
-
 import json
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """Formulas with learned parameters, and each of them in PyTorch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -3,8 +3,6 @@
 Accuracy is left to the number of digits: `settled` takes more of them where 1 + erf(x/√2) or 1 + exp(x) cancels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.support.reals import MP, Number, Oracle, real

@@ -1,7 +1,5 @@
 """What tests of exact activations share: the shipped ones, and formulas of their own in PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of step activations share: the shipped ones, and a plain oracle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 

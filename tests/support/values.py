@@ -6,8 +6,6 @@ dtype. The second term is for the rounding of x and of intermediate results. Whe
 larger sum at x ± NEAR counts, because only absolute accuracy is promised there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,9 +148,6 @@ def module(text: str) -> ModuleType:
     return load(fit)
 
 
-# ------------------------------------------------------------------------------------------------- the points
-
-
 @cache
 def points(dtype: torch.dtype) -> torch.Tensor:
     """Every number of a half-precision dtype; for float32 all of these and 70 000 more, up to LIMIT."""
@@ -170,9 +165,6 @@ def few_points() -> Array:
     far = np.geomspace(1.7e-7, 1e30, 14)
     some = np.concatenate([np.linspace(-29.3, 30.1, 15), far, -far, [-265.0, -95.0, -60.0, 60.0, 95.0]])
     return np.unique(some).astype(np.float32).astype(np.float64)
-
-
-# ---------------------------------------------------------------------------------------------- the comparison
 
 
 def truth(formula: Formula, at: Array) -> Array:
@@ -252,8 +244,6 @@ def _multiprecision(text: str, point: float) -> float:
     return float(exact_value(parse(text), point, 260))
 
 
-# -------------------------------------------------------------------------------------- what `check` has named
-
 VALUE = re.compile(r"in float32 it is (\S+) at x = (\S+) in place of (\S+): ")
 DERIVATIVE = re.compile(r"its derivative is computed as (\S+) at x = (\S+) in place of (\S+): ")
 
@@ -269,9 +259,6 @@ def named(text: str, pattern: re.Pattern[str]) -> tuple[float, float, float]:
 def neighbours(at: float) -> torch.Tensor:
     """The float32 numbers that `at`, which was printed with four digits, may stand for."""
     return torch.from_numpy(np.linspace(at * (1 - 5e-4), at * (1 + 5e-4), 41).astype(np.float32))
-
-
-# ---------------------------------------------------------------------------------------------- the functions
 
 
 def defined(name: str, at: Array) -> Array:
