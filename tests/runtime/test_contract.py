@@ -169,18 +169,6 @@ def test_dtypes_and_objects_refused(one: Generated) -> None:
 
 
 @every_kind
-def test_nothing_is_saved_without_gradient(one: Generated) -> None:
-    x = torch.randn(100)
-    expected = 2 * one.baseline(x)
-    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
-        with context, count_saved() as saved:
-            y = one.function(x.clone().requires_grad_(type(context) is not torch.enable_grad))
-            assert same(y.mul_(2), expected)
-        assert not y.requires_grad
-        assert saved.bytes == 0
-
-
-@every_kind
 def test_a_result_without_gradient_may_get_one_later(one: Generated) -> None:
     y = one.function(torch.randn(10)).requires_grad_()
     z = one.function(y)
