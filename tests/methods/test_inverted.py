@@ -172,9 +172,15 @@ def test_a_formula_that_fails_in_float32_is_warned_of():
         inverted.fit(Activation.of("x*log(1 + x**2)/8 + x"), "fitted", domain=(-3, 3))
 
 
-@pytest.mark.parametrize(("name", "published"), [("gelu", (0.00122, 0.0187)), ("silu", (0.000831, 0.00291))])
-def test_the_papers_approximants(name, published):
-    """Of exact outputs, in float64."""
+# of either approximant, of exact outputs in float64; of outputs in bfloat16, float16 and float32
+PAPER = [
+    ("gelu", (0.00122, 0.0187), (0.0325, 0.0204, 0.0187)),
+    ("silu", (0.000831, 0.00291), (0.0163, 0.0064, 0.0029)),
+]
+
+
+@pytest.mark.parametrize(("name", "published", "of_dtypes"), PAPER)
+def test_the_papers_approximants(name, published, of_dtypes):
     value, derivative, middle = CURVES[name].value, CURVES[name].derivative, CURVES[name].minimum
     fit = inverted_published.published(f"{name}_inverted_published")
     x = np.linspace(-20, 20, 400_001)
@@ -184,6 +190,7 @@ def test_the_papers_approximants(name, published):
     assert [float(f"{error:.3g}") for error in off] == list(published)
     assert fit.bits == 1 and fit.borders["float32"] == (np.float32(middle),)
     assert [one.error for one in fit.approximants["float32"]] == pytest.approx(off, abs=1e-4)  # of rounded y
+    assert [fit.error[dtype] for dtype in ("bfloat16", "float16", "float32")] == pytest.approx(of_dtypes, abs=6e-5)
 
 
 @pytest.mark.parametrize(
