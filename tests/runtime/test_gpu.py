@@ -112,20 +112,21 @@ def forward(name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> tup
     return y.cpu(), codes.cpu()
 
 
-def check_gradient(
-    name: str, dy: torch.Tensor, y: torch.Tensor, codes: torch.Tensor, dtype: torch.dtype | None = None
-) -> None:
-    """The op on the device beside the CPU's path: equal for levels, else up to roundings."""
-    key, dtype = activation(name).key, dtype or dy.dtype
-    output = y if find(key).saves_output else None
+def check_passes(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Codes and gradients are those of the CPU's path, but for roundings where y, of a dtype, is needed."""
+    key = activation(name).key
+    y, codes = forward(name, x, dtype)
+    assert y.dtype == dtype
+    assert torch.equal(codes, forward_op(x, dtype, key, reference=True)[1])
+    dy, output = torch.randn(x.shape).to(dtype), y if find(key).saves_output else None
     on_device = [None if part is None else part.to(DEVICE) for part in (dy, output, codes)]
-    dx = backward_op(*on_device, dtype, key)[0].cpu()
-    expected, _ = backward_op(dy, output, codes, dtype, key, reference=True)
+    dx = backward_op(*on_device, x.dtype, key)[0].cpu()
+    expected, _ = backward_op(dy, output, codes, x.dtype, key, reference=True)
     if output is None:
         assert same(dx, expected)
         return
     wide, known = expected.double(), expected.isfinite()
-    allowed = UNIT[dtype] * wide.abs() + LOST[dy.dtype] * dy.double().abs()
+    allowed = UNIT[x.dtype] * wide.abs() + LOST[dtype] * dy.double().abs()
     assert bool(((dx.double() - wide).abs() <= allowed)[known].all())
     assert torch.equal(dx.isnan(), expected.isnan())
 
@@ -133,22 +134,21 @@ def check_gradient(
 @parametrised([*SHIPPED, *OWN], QUICK)
 @each_dtype
 def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
-    """The codes are those of the CPU for every number, and so are the gradients for every code."""
-    x = numbers(name, dtype)
-    y, codes = forward(name, x)
-    assert torch.equal(codes, forward_op(x, dtype, activation(name).key, reference=True)[1])
-    check_gradient(name, torch.randn(x.shape).to(dtype), y, codes)
+    check_passes(name, numbers(name, dtype), dtype)
 
 
 @parametrised([*(name for name, one in SHIPPED.items() if one.saves_output), *OWN], QUICK)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_output_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     """As autocast asks for: the borders and the approximant are those of y's dtype."""
-    x = numbers(name, torch.float32)
-    y, codes = forward(name, x, dtype)
-    assert y.dtype == dtype
-    assert torch.equal(codes, forward_op(x, dtype, activation(name).key, reference=True)[1])
-    check_gradient(name, torch.randn(x.shape).to(dtype), y, codes, torch.float32)
+    check_passes(name, numbers(name, torch.float32), dtype)
+
+
+@few
+@each_dtype
+@pytest.mark.parametrize("n", SIZES)
+def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
+    check_passes(name, torch.randn(n).to(dtype), dtype)
 
 
 @every
@@ -180,16 +180,6 @@ def test_values_of_float32(name: str) -> None:
     y = forward(name, infinite)[0].double()
     torch.testing.assert_close(y[known], limit[known], rtol=1e-6, atol=1e-7)
     assert forward(name, torch.tensor([torch.nan]))[0].isnan().all()
-
-
-@few
-@each_dtype
-@pytest.mark.parametrize("n", SIZES)
-def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
-    x = torch.randn(n).to(dtype)
-    y, codes = forward(name, x)
-    assert torch.equal(codes, forward_op(x, dtype, activation(name).key, reference=True)[1])
-    check_gradient(name, torch.randn(n).to(dtype), y, codes)
 
 
 @few
