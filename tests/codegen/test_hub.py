@@ -15,10 +15,10 @@ from torch import nn
 from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate
-from tests.codegen.test_codegen import fit as made_up
 from tests.codegen.test_standalone import passes, same, shipped
 from tests.conftest import ROOT
 from tests.support.commands import put, record
+from tests.support.generated import made_up
 from tests.support.package import load
 from tests.support.processes import python
 

@@ -20,8 +20,8 @@ from fitact.codegen.generate import generate, render
 from fitact.fitter.records.fit import AnyFit
 from fitact.fitter.records.reading import read
 from fitact.runtime.kernels.registry import is_generated, registered
-from tests.codegen.test_codegen import fit as made_up
 from tests.conftest import ROOT
+from tests.support.generated import made_up
 from tests.support.package import load
 from tests.support.processes import python
 from tests.support.rows import full

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from fitact.codegen.generate import render
-from fitact.fitter.records.fit import AnyFit
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.fit import AnyFit, StepFit
 from fitact.runtime.kernels import ops, registry
 from fitact.runtime.measure.saved import Saved
 from tests.support import package
@@ -243,6 +245,22 @@ def fits() -> dict[str, Any]:
     folder = files("fitact.generated") / "fits"
     texts = {path.name.removesuffix(".json"): path.read_text() for path in folder.iterdir()}
     return {name: json.loads(texts[name]) for name in sorted(texts)}
+
+
+def made_up(function: str, name: str = "some_fit", bits: int = 1, *, even: bool = False) -> StepFit:
+    """A fit whose numbers are made up."""
+    return StepFit(
+        name=name,
+        method="fewbit",
+        activation=Activation.of(function),
+        bits=bits,
+        domain=(-10.0, 10.0),
+        weight=Weight(),
+        even=even,
+        borders=tuple(i / 4 for i in range(2**bits - 1)),
+        levels=tuple(i / 8 for i in range(2**bits)),
+        error={"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
+    )
 
 
 def load(fit: AnyFit) -> ModuleType:

@@ -24,10 +24,8 @@ from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.exact import value as exact_value
 from fitact.fitter.expr.parser import parse
-from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import StepFit
 from tests.conftest import INTERPRETED
-from tests.support.generated import load, patterns
+from tests.support.generated import load, made_up, patterns
 from tests.support.literature import LITERATURE
 from tests.support.reals import MP, REAL
 from tests.support.rows import full, listed
@@ -132,20 +130,8 @@ def may_fail(formula: Formula) -> bool:
 
 @cache
 def module(text: str) -> ModuleType:
-    """Return the module generated for a formula; its step function is made up, the value does not depend on it."""
-    fit = StepFit(
-        name="some_fit",
-        method="fewbit",
-        activation=activation(text),
-        bits=1,
-        domain=(-10.0, 10.0),
-        weight=Weight(),
-        even=False,
-        borders=(0.0,),
-        levels=(0.0, 1.0),
-        error={"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
-    )
-    return load(fit)
+    """The module generated for a formula, with a step function that is made up."""
+    return load(made_up(text))
 
 
 @cache
