@@ -178,7 +178,7 @@ def test_too_many_roots() -> None:
     [
         ("1 + erf(x/sqrt(2))", -12.0, lambda t: mpmath.erfc(-t / mpmath.sqrt(2))),
         ("log(1 + exp(x))", -50.0, lambda t: mpmath.log1p(mpmath.exp(t))),
-        ("log(1 + exp(x))", -150.0, lambda t: mpmath.log1p(mpmath.exp(t))),
+        ("log(1 + exp(x))", -264.75, lambda t: mpmath.log1p(mpmath.exp(t))),
         ("(exp(x) - exp(-x))/(exp(x) + exp(-x))", 1e4, mpmath.tanh),
         ("1 - cos(x)", 1e-30, lambda t: 2 * mpmath.sin(t / 2) ** 2),
         ("sin(x**20)", 100.0, lambda t: mpmath.sin(mpmath.mpf(100) ** 20)),

@@ -1,9 +1,8 @@
 """What the tests of values share: formulas, the modules generated from them, and the error that they may have.
 
-The truth is the float64 value, which `test_values` compares with many digits. A module's value, in a dtype with
-the unit roundoff u, may be off by `roundings` · u · (|f| + |x f′|) plus FLOOR, and is then rounded once to the
-dtype. The second term is for the rounding of x and of intermediate results. Where a root of f is within NEAR, the
-larger sum at x ± NEAR counts, because only absolute accuracy is promised there.
+The truth is the float64 value. A module's value, in a dtype with the unit roundoff u, may be off by
+`roundings` · u · (|f| + |x f′|) plus FLOOR, and is then rounded once. Where a root of f is within NEAR, the larger
+sum at x ± NEAR counts, because only absolute accuracy is promised there.
 """
 
 import re
@@ -189,13 +188,8 @@ def _at_points(formula: Formula) -> tuple[Array, Array]:
     return true, allowed(formula, at, middle=true)
 
 
-def misses(
-    formula: Formula, found: torch.Tensor, x: torch.Tensor, *, truncated: bool = False, limit: float = LIMIT
-) -> list[str]:
-    """Return a line for each point at which a result is not the truth, as far as the dtype has it.
-
-    truncated: whether the rounding to the dtype may be towards 0.
-    """
+def check(formula: Formula, found: torch.Tensor, x: torch.Tensor, limit: float = LIMIT) -> None:
+    """Compare results with the truth, as far as the dtype has it."""
     assert found.dtype == x.dtype and found.shape == x.shape
     at = x.double().numpy()
     known = points(torch.float32).double().numpy()
@@ -207,39 +201,24 @@ def misses(
         error = allowed(formula, at, x.dtype, true)
     error = np.where(np.isfinite(true), error, 0.0)
     low, high = (torch.from_numpy(true + d).to(x.dtype).double().numpy() for d in (-error, error))
-    if truncated:
-        low, high = low - np.abs(low) * 2.0**-7, high + np.abs(high) * 2.0**-7
     result = found.double().numpy()
     wrong = ~((result >= low) & (result <= high)) & (np.abs(true) <= limit)
-    return [
-        f"at {at[i]!r}: {result[i]!r}, not {true[i]!r}, give or take {error[i]:.1e}" for i in np.flatnonzero(wrong)
-    ]
-
-
-def report(formula: Formula, lines: list[str]) -> str:
-    return "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], "...", *lines[-4:]])
+    lines = [f"at {at[i]!r}: {result[i]!r}, not {true[i]!r} ± {error[i]:.1e}" for i in np.flatnonzero(wrong)]
+    assert not lines, "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], *lines[-4:]])
 
 
 def exact(formula: Formula, at: Array) -> Array:
     """Return f with 260 digits at the points, rounded to float64, from the formula as it was typed."""
-    return np.array([_multiprecision(formula.text, point) for point in at.tolist()])
-
-
-@cache
-def _multiprecision(text: str, point: float) -> float:
-    return float(exact_value(parse(text), point, 260))
+    return np.array([float(exact_value(parse(formula.text), point, 260)) for point in at.tolist()])
 
 
 VALUE = re.compile(r"in float32 it is (\S+) at x = (\S+) in place of (\S+): ")
 DERIVATIVE = re.compile(r"its derivative is computed as (\S+) at x = (\S+) in place of (\S+): ")
 
 
-def named(text: str, pattern: re.Pattern[str]) -> tuple[float, float, float]:
+def named(text: str, pattern: re.Pattern[str]) -> list[float]:
     """Return what a report says was found, at which x, and what is true."""
-    match = pattern.match(reported(text) or "")
-    assert match is not None
-    found, at, true = map(float, match.groups())
-    return found, at, true
+    return [*map(float, pattern.match(reported(text) or "").groups())]
 
 
 def neighbours(at: float) -> torch.Tensor:
