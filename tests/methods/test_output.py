@@ -16,8 +16,8 @@ from fitact.fitter.methods import output
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json
 from tests.support.curves import CURVES
-from tests.support.generated import EACH_DTYPE, HALVES, patterns, run
-from tests.support.outputs import CLOSED, LINEAR, Output, each_output, outputs
+from tests.support.generated import HALVES, patterns
+from tests.support.outputs import CLOSED, Output, each_output, outputs
 from tests.support.reals import MP, real
 from tests.support.refusals import refused
 
@@ -145,18 +145,3 @@ def test_stated_error_of_float32(one: Output) -> None:
     x = np.concatenate([chance.uniform(-20, 20, 300_000), chance.uniform(-1, 1, 100_000)]).astype(np.float32)
     found = measured(one, x, torch.float32)
     assert 0.9 * found <= one.error(torch.float32) <= 1.1 * found + 2 * 2.0**-24
-
-
-# what the modules compute from y is compared in runtime/test_contract.py
-
-
-@pytest.mark.parametrize("name", LINEAR)
-@EACH_DTYPE
-def test_piecewise_linear_gradient_is_pytorch_s(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit, at the corners and next to them and at infinity too."""
-    one = next(one for one in outputs() if one.plain == name)
-    x = one.numbers(dtype)
-    x = x[~x.isnan()]
-    dy = torch.randn(x.shape).to(dtype)
-    _, dx = run(one.function, x, dy)
-    assert bool((dx == one.baseline_gradient(x, dy)).all())

@@ -70,7 +70,10 @@ class Output(Generated):
         return points(dtype, self.corners)
 
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
-        """dy · g(y) in float64, up to roundings of float32 (of float64 for float64) and the last one."""
+        """dy · g(y) in float64, up to roundings of float32 (of float64 for float64) and the last one.
+
+        Where g is constant between corners, PyTorch's own gradient bit for bit.
+        """
         derivative = self.derivative(y)
         expected = dy.double() * derivative
         unit = 2.0**-52 if y.dtype == torch.float64 else 2.0**-24
@@ -80,6 +83,8 @@ class Output(Generated):
         known = expected.to(dx.dtype).isfinite() & expected.isfinite()
         assert bool(((dx.double() - expected).abs() <= allowed)[known].all())
         assert same(dx[~known], expected.to(dx.dtype)[~known])
+        if self.own is None and self.plain in LINEAR and x.dtype == y.dtype:
+            assert bool((dx == self.baseline_gradient(x, dy))[~x.isnan()].all())
 
 
 def points(dtype: torch.dtype, corners: tuple[float, ...] = ()) -> torch.Tensor:
