@@ -92,7 +92,6 @@ NAMES = [
 
 @pytest.mark.parametrize("method", ["fewbit", "inverted", "output"])
 def test_any_name_will_do(method, tmp_path, monkeypatch):
-    """Every module computes what the one with a plain name does."""
     shipped = {"fewbit": "silu_fewbit3", "inverted": "silu_inverted1", "output": "tanh_output"}[method]
     record = json.loads((ROOT / "generated" / "fits" / f"{shipped}.json").read_text())
     fits = [from_json(json.dumps(record | {"name": name})) for name in ("plain", *NAMES)]
@@ -117,7 +116,6 @@ def test_the_runtime_states_what_printers_call():
 
 
 def test_lint_and_format(tmp_path):
-    """The texts pass the project's checks: nothing undefined, nothing unused, formatted."""
     for i, one in enumerate(FITS.values()):
         (tmp_path / f"fit{i}.py").write_text(render(one))
     (tmp_path / "standalone.py").write_text(bundle.plan([made_up("gelu")])["some_fit/__init__.py"])
@@ -187,7 +185,6 @@ RUNTIME = SimpleNamespace(**FLOAT64, relu=lambda u: np.maximum(u, 0), sign=np.si
 
 
 def evaluated(code, x):
-    """Run printed code, of either dialect, on PyTorch's tensor or NumPy's array."""
     space = {"_torch": torch, "_F": F, "_tl": TRITON, "_rt": RUNTIME, "x": x}
     with np.errstate(all="ignore"):
         for name, step in code.steps:

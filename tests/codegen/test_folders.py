@@ -14,7 +14,6 @@ Command = Callable[[str], tuple[int, str, str]]
 
 @pytest.fixture
 def two(command: Command) -> Command:
-    """The command line in a folder with two fits."""
     put(FITS / "one.json", record("one"))
     put(FITS / "two.json", record("two", "sigmoid"))
     return command

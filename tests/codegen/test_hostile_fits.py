@@ -44,7 +44,6 @@ HOSTILE = (
 
 
 def texts(record: Any, at: str = "") -> Iterator[str]:
-    """Yield the dotted path of every text in a record."""
     for key, part in record.items() if isinstance(record, dict) else enumerate(record):
         if isinstance(part, str):
             yield f"{at}{key}"

@@ -65,7 +65,6 @@ def test_the_module_and_its_layer(name: str, hub: Path) -> None:
 
 
 def dyt() -> nn.Module:
-    """A module whose forward `kernels` replaces by that of the layer."""
     own = nn.Module()
     own.alpha, own.gamma = nn.Parameter(torch.full((1,), 0.7)), nn.Parameter(torch.linspace(1, 2, 8))
     own.beta = nn.Parameter(torch.linspace(-1, 1, 8))
@@ -130,7 +129,6 @@ assert "fitact" not in sys.modules
 
 
 def test_kernels_loads_them(hub: Path) -> None:
-    """Validated and loaded by the library, in a process of its own."""
     pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
     paths = [hub / name.replace("_", "-") for name in NAMES]
     assert python(LOADED, *paths, folder=hub) == "".join(f"{name} True\n" for name in NAMES)

@@ -55,7 +55,6 @@ def write(fits: list[AnyFit], folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the standalone folders of `NAMES`."""
     folder = tmp_path_factory.mktemp("folders")
     write([*map(shipped, NAMES)], folder)
     return folder
@@ -246,7 +245,6 @@ def test_compiled_and_exported_without_fitact(
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and gradients at some points."""
     x = torch.linspace(-5, 5, 9001, requires_grad=True)
     y = getattr(module, name)(x)
     (dx,) = torch.autograd.grad(y.sum(), x)

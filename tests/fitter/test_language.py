@@ -200,7 +200,6 @@ ODD: dict[str, list[str]] = {
 
 
 def test_what_was_read_is_read_again_by_its_own_variable() -> None:
-    """A formula that was read is remembered; one that was refused is refused again, in the new words."""
     assert parse("y*2", variable="y") == parse("x*2")
     assert parse("y*2", variable="y") == parse("x*2")
     with pytest.raises(UsageError, match=r"unknown name 'y'"):

@@ -35,7 +35,6 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_values_and_derivatives(name: str) -> None:
-    """Against mpmath's differences at 60 digits, far out too."""
     formula = Learned.of(name, {})
     with mpmath.workdps(60):
         starts = [mpmath.mpf(repr(number.start)) for number in formula.numbers]

@@ -272,7 +272,6 @@ def test_hostile_keys(key: str) -> None:
 
 
 def with_(old: str, new: str, count: int = -1) -> str:
-    """The text of the good record with another part."""
     assert old in TEXT
     return TEXT.replace(old, new, count)
 

@@ -20,7 +20,6 @@ from tests.support.reals import MP, real
 
 
 def enclose(expr, low, high) -> tuple[np.ndarray, np.ndarray]:
-    """The enclosures on boxes, each end rounded outward to float64."""
     ends = [exact.enclose(expr, a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
     bottom, top = (np.array([float(pair[i]) for pair in ends]) for i in (0, 1))
     return np.nextafter(bottom, -np.inf), np.nextafter(top, np.inf)
@@ -55,7 +54,6 @@ def test_atoms_are_enclosed_and_tight(atom) -> None:
 
 @pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
 def test_values_are_those_of_the_definition(atom) -> None:
-    """To fifty digits and in float64; enclosures of points hold them."""
     rng = np.random.default_rng(2)
     at = np.concatenate([rng.normal(size=60) * 10.0 ** rng.integers(-8, 3, 60), [0.0, -40.0, 26.5, 700.0]])
     defined = real(f"{atom.__name__}(x)")

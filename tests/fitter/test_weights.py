@@ -25,7 +25,6 @@ POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3
 
 
 def _student(t, freedom):
-    """The density of Student's t."""
     beta = mpmath.beta(mpmath.mpf(1) / 2, mpmath.mpf(freedom) / 2)
     return (1 + mpmath.mpf(t) ** 2 / freedom) ** (-(mpmath.mpf(freedom) + 1) / 2) / (mpmath.sqrt(freedom) * beta)
 
@@ -52,7 +51,6 @@ def test_weight(text):
 @pytest.mark.parametrize("freedom", [0.5, 3, 40])
 @pytest.mark.parametrize(("mean", "scale"), [(0, 1), (-1.3, 0.01), (5, 1e-6), (63, 30)])
 def test_mass_of_students_density(freedom, mean, scale):
-    """Both its narrow middle and its heavy tails."""
     low, high = ((end - mean) / scale for end in (-64, 64))
     expected = special.stdtr(freedom, high) - special.stdtr(freedom, low)
     assert Weight(f"student({freedom}, {mean}, {scale})").mass(-64.0, 64.0) == pytest.approx(expected, rel=1e-9)
@@ -177,7 +175,6 @@ def test_few_numbers_make_few_cells(count: int, cells: int) -> None:
 
 
 def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
-    """Zeros of padding."""
     found = of_counts(*fine(np.concatenate([np.zeros(3000), np.random.default_rng(0).normal(0, 1, 7000)]), 1e-3))
     i = found.edges.index(0.0)
     assert found.edges[i + 1] == pytest.approx(1e-3) and 3000 <= found.masses[i] < 3010
@@ -186,7 +183,6 @@ def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
 @pytest.mark.parametrize("light", [1, 100, 3000])
 @pytest.mark.parametrize("values", [1, 2, 16, 60, 64, 65, 110, 128, 500])
 def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
-    """Some are frequent, others on both sides of them are not."""
     counts = np.ones(2000 + 3 * values, dtype=np.int64)
     counts[1000 : 1000 + 3 * values : 3] = light
     found = of_counts(np.arange(len(counts) + 1).tolist(), counts.tolist())

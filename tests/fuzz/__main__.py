@@ -56,7 +56,6 @@ CHECKS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], None], f
 
 
 def main() -> int:
-    """Fuzz, and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)

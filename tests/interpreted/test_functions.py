@@ -114,7 +114,6 @@ def test_short_values_are_lost_in_the_rounding(name: str, value: Any, dtype: tor
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 16])
 def test_power(n: int) -> None:
-    """A rounding for each product that is written out, and no more."""
     at = values.function_points("power")
     x = torch.from_numpy(at.astype(np.float32))
     y = torch.zeros_like(x)

@@ -229,7 +229,6 @@ RESTARTED = [
 
 @pytest.mark.parametrize(("name", "bits", "domain", "weight"), full(RESTARTED, RESTARTED[:-2:2]))
 def test_no_random_restart_is_better(name, bits, domain, weight):
-    """By L-BFGS from borders where f′ or w lives."""
     a_fit = fitted(name, bits, domain, weight)
     low, high = domain = (0.0 if a_fit.even else domain[0], domain[1])
     centre, unit = NARROW.get(weight, (0, 1))
@@ -261,7 +260,6 @@ def test_no_random_restart_is_better(name, bits, domain, weight):
     ],
 )
 def test_even_needs_a_symmetric_derivative_and_domain(name, domain, weight, even):
-    """Then all levels are on one half, whose optimum the reference has."""
     a_fit = fitted(name, 2, domain, weight)
     assert (a_fit.even, len(a_fit.borders)) == (even, 3)
     at = np.linspace(-12, 12, 1001)

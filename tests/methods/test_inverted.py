@@ -33,7 +33,6 @@ def cast(values, dtype):
 
 
 def everything(dtype):
-    """All finite values of a half-precision dtype."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     x = bits.view(TORCH[dtype]).double().numpy()
     return np.unique(x[np.isfinite(x)])
@@ -89,7 +88,6 @@ def test_refined_cells_are_as_good_as_any(dtype):
 
 
 def test_the_approximant_is_the_derivative_at_the_inverse():
-    """Which mpmath finds by bisection."""
     outputs = {0: [-0.1699, -0.16, -0.1, -0.01, -1e-4, -1e-8]}
     outputs[1] = [*outputs[0], 1e-6, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 20.0]
     for code, ends in ((0, (-30, "-0.7517915246935645")), (1, ("-0.7517915246935645", 30))):

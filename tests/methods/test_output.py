@@ -118,7 +118,6 @@ STABLE: dict[str, tuple[Callable, Callable]] = {
 
 
 def measured(one: Output, x: np.ndarray, dtype: torch.dtype) -> float:
-    """Return the largest error that the rounding of y makes at the points."""
     value, derivative = STABLE[one.plain]
     x = x[np.isfinite(x) & ~np.isin(x, one.corners)].astype(np.float64)
     with np.errstate(all="ignore"):

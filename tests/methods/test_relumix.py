@@ -82,7 +82,6 @@ def cases(names, widths, quick):
 
 
 def bridged(name):
-    """Whether one ReLU can lead from one asymptote to the other: they are not parallel."""
     return ORACLES[name].left[0] != ORACLES[name].right[0]
 
 
@@ -97,7 +96,6 @@ def mixed(name, bits, objective="primitive", restarts=relumix.RESTARTS, seed=0):
 
 
 def line_through(oracle, knots, slopes):
-    """The broken line that leaves the left asymptote at the first knot."""
     m, b = oracle.left
     weights = np.diff(slopes)
     return lambda x: m * x + b + np.maximum(np.asarray(x)[..., None] - knots, 0) @ weights
@@ -175,7 +173,6 @@ def test_any_seed_finds_the_optimum(name, bits):
 
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC[1:])))
 def test_states_the_distance_over_all_reals_and_ends_on_both_asymptotes(name, bits):
-    """One ReLU bends where they meet."""
     oracle, found = ORACLES[name], mixed(name, bits)
     assert found.objective == pytest.approx(distance(oracle, found.knots, found.slopes), rel=1e-8)
     (m0, b0), (m1, b1) = oracle.left, oracle.right

@@ -57,8 +57,6 @@ def test_chunks_and_streams_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Swish(nn.Module):
-    """A user's own activation."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)
 

@@ -78,7 +78,6 @@ def test_compiled_ahead_of_time(modules: list[tuple[Generated, list[tuple[str, s
 
 
 def check(one: Generated, kernel: Kernel, x: str, y: str, target: str) -> None:
-    """Check one kernel."""
     forward, asm = kernel.pass_ == "forward", kernel.compile(x, target, y).asm
     load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if forward else ((y, x), (x, y))))
     assert {load, store} <= {8, 16} and (max(load, store) == 16 or one.bits == 4)
@@ -124,7 +123,6 @@ def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> Non
 
 
 def each(quick: set[tuple[str, ...]], *parts: Any) -> pytest.MarkDecorator:
-    """Parametrise `case` by a product; those that are not quick run in the full product alone."""
     some = [one for one in product(*parts) if one[0] not in CASES or CASES[one[0]].wide == (one[-1] != "one")]
     return pytest.mark.parametrize(
         "case", [pytest.param(one, id="-".join(one), marks=[] if one in quick else FULL) for one in some]
@@ -133,7 +131,6 @@ def each(quick: set[tuple[str, ...]], *parts: Any) -> pytest.MarkDecorator:
 
 @each({("bf16", "sm_90", "forward")}, ("bf16", "fp32"), TARGETS, ("forward", "backward"))
 def test_gates(case: tuple[str, str, str]) -> None:
-    """No spills, nor of views; and a thread writes 16 bytes at once."""
     dtype, target, pass_ = case
     gate: Any = find(load(recomputed("geglu", "own_recompute"))._KEY)
     for view in (False, True):
@@ -153,7 +150,6 @@ QUICK_LEARNED = {
 
 @each(QUICK_LEARNED, CASES, ("forward", "backward"), ("bf16", "fp32"), TARGETS, PLACES)
 def test_learned_numbers(case: tuple[str, str, str, str, str]) -> None:
-    """No spills, and no atomics."""
     name, pass_, dtype, target, place = case
     formula = find(learned_module(name)._KEY)
     asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm

@@ -50,7 +50,6 @@ def test_values_and_gradients(one: Generated, dtype: torch.dtype) -> None:
 
 @each()
 def test_what_is_saved(one: Generated) -> None:
-    """The output, where backward needs it, and k bits an element of whole tiles; nothing else."""
     for shape in ((0, 3), (), (5, 7), (8191,), (8192,), (8193,), (100_000,)):
         x = torch.randn(shape, requires_grad=True)
         with count_saved() as saved:
@@ -92,7 +91,6 @@ def test_autocast(one: Generated, dtype: torch.dtype) -> None:
 
 @each()
 def test_modules(one: Generated) -> None:
-    """They are found by name, are copied and pickled, and have neither parameters nor a state."""
     method = one.fit["method"]
     options = {} if method == "output" else {"bits": one.bits}
     module = fitact.activation(one.name)
@@ -207,8 +205,6 @@ EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
 
 class Between(nn.Module):
-    """A function, and a change of shape after it."""
-
     def __init__(self, function: Callable, shape: str) -> None:
         super().__init__()
         self.function, self.change = function, SHAPES[shape]

@@ -18,8 +18,6 @@ from tests.support.rows import full
 
 
 class Turned(nn.Module):
-    """A layer of the transposed input, which is not contiguous."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -42,7 +40,6 @@ BATCH = ({0: torch.export.Dim("batch")},)
 
 
 def between_layers(*names: str) -> nn.Sequential:
-    """The same weights each time."""
     torch.manual_seed(0)
     layers = [part for name in names for part in (LAYERS[name](), nn.Linear(16, 16))]
     return nn.Sequential(nn.Linear(8, 16), *layers).eval()
@@ -54,7 +51,6 @@ def export(model: nn.Module, x: torch.Tensor, *, strict: bool = False, grad: boo
 
 
 def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and the gradients of input and parameters."""
     x = x.clone().requires_grad_()
     y = model(x)
     y.square().sum().backward()
@@ -121,12 +117,10 @@ with torch.no_grad():
 
 
 def alone(*lines: str, folder: Path | None = None) -> None:
-    """Run a program in a process of its own."""
     python("\n".join(lines), folder=folder, warnings="ignore")
 
 
 def fails(missing: str, name: str) -> str:
-    """Import a module that fails, for the want of another."""
     return f"""
 sys.modules[{missing!r}] = None
 try:
@@ -153,7 +147,6 @@ IMPORTS = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program of all layers and what it computes."""
     folder = tmp_path_factory.mktemp("exported")
     model, x = between_layers(*LAYERS), torch.randn(6, 8)
     torch.export.save(export(model, x), folder / "program.pt2")

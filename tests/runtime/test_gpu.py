@@ -88,7 +88,6 @@ def activation(name: str) -> Generated:
 
 
 def anything() -> torch.Tensor:
-    """Any bits of float32, and normal numbers."""
     bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, MANY, dtype=np.uint32))
     return torch.cat([bits.view(torch.float32), 3 * torch.randn(MANY)])
 
@@ -107,7 +106,6 @@ def numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def forward(name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op on the device: y and codes, on the CPU."""
     y, codes = forward_op(x.to(DEVICE), dtype or x.dtype, activation(name).key)
     return y.cpu(), codes.cpu()
 
@@ -232,7 +230,6 @@ def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None
 
 @contextmanager
 def no_synchronising() -> Iterator[None]:
-    """Raise where the host waits for the GPU."""
     if not GPU:
         yield
         return
@@ -298,7 +295,6 @@ def test_cuda_graphs(what: str) -> None:
 @needs_gpu
 @few
 def test_streams(name: str) -> None:
-    """The kernels run on the current stream: what is written before on it is read."""
     function = SHIPPED[name].function
     side = torch.cuda.Stream()
     source = torch.randn(2**24, device="cuda")
@@ -429,7 +425,6 @@ def test_gates_of_special_numbers(name: str) -> None:
 
 
 def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also that in which a layer's input is recomputed."""
     launched: list[str] = []
 
     def noting(kernel: Any, *arguments: Any) -> None:

@@ -47,7 +47,6 @@ def computed(*cases: str) -> Found:
 
 
 def computed_by_inductor(folder: Path, *cases: str) -> Found:
-    """The same, of a process that compiles."""
     path = folder / "found.pt"
     python(SCRIPT, path, *cases, folder=ROOT, FITACT_CPU="inductor", TRITON_INTERPRET="0")
     found: Found = torch.load(path)
@@ -87,7 +86,6 @@ def test_the_same_codes_and_gradients(tmp_path: Path) -> None:
     [("fast", "FITACT_CPU: expected inductor or nothing, got 'fast'"), ("inductor", "needs a C\\+\\+ compiler")],
 )
 def test_refused(value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a value without a meaning, and without a compiler."""
     for name, text in (("FITACT_CPU", value), ("PATH", str(tmp_path)), ("CXX", "")):
         monkeypatch.setenv(name, text)
     compiled.asked_for.cache_clear()

@@ -34,7 +34,6 @@ NAMED = {one.name: one for one in inverses()}
 @each_inverse()
 @EACH_HALF
 def test_gradient_is_the_true_one_up_to_the_stated_error(one: Inverse, dtype: torch.dtype) -> None:
-    """Of every bit pattern."""
     x = patterns(dtype)
     y, dx = run(one.function, x)
     true = one.true(x)
@@ -94,7 +93,6 @@ def test_corners_have_pytorch_s_gradient(dtype: torch.dtype) -> None:
 @each_inverse()
 @EACH_DTYPE
 def test_infinity_and_nan(one: Inverse, dtype: torch.dtype) -> None:
-    """NaN where the output is, and nowhere else."""
     large = torch.finfo(dtype).max
     x = torch.tensor([np.inf, -np.inf, np.nan, large, -large, 0.0, -0.0], dtype=dtype)
     y, dx = run(one.function, x)

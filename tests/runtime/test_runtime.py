@@ -17,8 +17,6 @@ from tests.support.processes import python
 
 
 class Called(TorchDispatchMode):
-    """Notes the calls of fitact's ops."""
-
     def __init__(self):
         super().__init__()
         self.ops = []

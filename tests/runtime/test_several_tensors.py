@@ -42,7 +42,6 @@ def gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Te
 
 
 def truth(name: str, x: Tensor, numbers: list[Tensor], dy: Tensor, dim: int = -1) -> tuple[Tensor, list[Tensor]]:
-    """Value and gradients of a formula in float64, by PyTorch's autograd."""
     leaves = [one.detach().double().requires_grad_() for one in (x, *numbers)]
     y = CASES[name].baseline(leaves[0], *shaped(leaves[1:], x, dim))
     return y.detach(), list(torch.autograd.grad(y, leaves, dy.double()))
@@ -180,7 +179,6 @@ def test_numbers_may_change_between_the_passes(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it, and PyTorch hides it itself
 @pytest.mark.parametrize("name", ["recompute", "recompute_clamped"])
 def test_ops_are_what_they_say(name: str) -> None:
-    """Schema, fake tensors, autograd registration, and AOT dispatch, as PyTorch checks them."""
     g, u = (one.detach().requires_grad_() for one in halves(torch.float32, 4, 60))
     forward_op(g, g.dtype, gate_module(name)._KEY, u, check=True)
 
@@ -203,8 +201,6 @@ def test_learned_numbers_are_saved_once_more_in_float32() -> None:
 
 
 class Part(nn.Module):
-    """A gate between projections, and the last of these, in a context if its error is given."""
-
     def __init__(self, function: Baseline, error: str | None) -> None:
         super().__init__()
         self.function, self.error = function, error
