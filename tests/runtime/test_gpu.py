@@ -388,27 +388,35 @@ def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, to
         yield halves(dtype, 2, 3, 1024)
 
 
+WANTS = ((True, True), (True, False), (False, True))
+
+
+def passes(
+    x: torch.Tensor, dy: torch.Tensor, key: str, other: torch.Tensor, wants: tuple[bool, bool], inner: int = 1
+) -> list[list[torch.Tensor]]:
+    """The value and the gradients that are wanted, on the device and by PyTorch's operators on the CPU."""
+    found = []
+    for reference, device in ((False, DEVICE), (True, "cpu")):
+        given = [part.to(device) for part in (x, dy, other)]
+        y, _ = forward_op(given[0], x.dtype, key, given[2], inner=inner, reference=reference)
+        saved = given[1], given[0], None, x.dtype, key, given[2]
+        gradients = backward_op(*saved, inner=inner, wants=wants, reference=reference)
+        found.append([one.cpu() for one, wanted in zip((y, *gradients), (True, *wants), strict=True) if wanted])
+    return found
+
+
 @parametrised(FITS, ["recompute"])
 @each_dtype
 def test_gates(name: str, dtype: torch.dtype) -> None:
     if name == "recompute_both" and dtype != torch.float32:
         pytest.skip("PyTorch's derivative of tanh in half precision is that of the rounded value: no reference")
-    key = gate_module(name)._KEY
     for g, u in pairs(dtype, whole=name in ("recompute", "recompute_gelu")):
         dh = torch.randn(g.shape).to(dtype)
         # where the formula of a derivative overflows or cancels, PyTorch's own does so elsewhere
         ordinary = (g.abs() < 20) & (u.abs() < 20)
         reach = (1 + g.double().abs()) * (1 + u.double().abs()) * (1 + dh.double().abs())
-
-        def passes(device: str, wants: tuple[bool, bool], reference: bool = False, *parts: Any) -> list[Any]:
-            g, u, dh = (part.to(device) for part in parts)
-            y, _ = forward_op(g, dtype, key, u, reference=reference)
-            dg, du = backward_op(dh, g, None, dtype, key, u, wants=wants, reference=reference)
-            return [one.cpu() for one, wanted in zip((y, dg, du), (True, *wants), strict=True) if wanted]
-
-        for wants in ((True, True), (True, False), (False, True)):
-            found, expected = passes(DEVICE, wants, False, g, u, dh), passes("cpu", wants, True, g, u, dh)
-            for one, other in zip(found, expected, strict=True):
+        for wants in WANTS:
+            for one, other in zip(*passes(g, dh, gate_module(name)._KEY, u, wants), strict=True):
                 near(one[ordinary], other[ordinary], reach[ordinary])
                 assert one.shape == other.shape and one.stride() == other.stride()
 
@@ -456,22 +464,15 @@ def test_learned_numbers(name: str, dtype: torch.dtype) -> None:
         start = torch.tensor([number.start for number in known])[:, None]
         numbers = start + 0.1 * torch.randn(len(known), channels if case.wide else 1)
         x, dy = (2 * torch.randn(size)).to(dtype), torch.randn(size).to(dtype)
-        of_device = [one.to(DEVICE) for one in (x, dy, numbers)]
-
-        def passes(
-            parts: Any, wants: tuple[bool, bool], reference: bool, inner: int = inner
-        ) -> list[torch.Tensor]:
-            x, dy, numbers = parts
-            y, _ = forward_op(x, dtype, key, numbers, inner=inner, reference=reference)
-            found = backward_op(dy, x, None, dtype, key, numbers, inner=inner, wants=wants, reference=reference)
-            return [y.cpu(), *(one.cpu() for one in found)]
-
-        for wants in ((True, True), (True, False), (False, True)):
-            found, expected = passes(of_device, wants, False), passes((x, dy, numbers), wants, True)
-            for one, other in zip(found[:2], expected[:2], strict=True):
-                torch.testing.assert_close(one, other, rtol=2 * UNIT[dtype], atol=max(2 * UNIT[dtype], 2e-6))
-            torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-6 * max(size, 1))
-        assert torch.equal(found[2], passes(of_device, (False, True), False)[2])
+        for wants in WANTS:
+            found, expected = passes(x, dy, key, numbers, wants, inner)
+            for one, other in zip(found, expected, strict=True):
+                of_sums = wants[1] and one is found[-1]
+                rtol, atol = (
+                    (1e-5, 1e-6 * max(size, 1)) if of_sums else (2 * UNIT[dtype], max(2 * UNIT[dtype], 2e-6))
+                )
+                torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+        assert torch.equal(found[-1], passes(x, dy, key, numbers, wants, inner)[0][-1])
 
 
 # Several rows a block, one row a block, and rows that are longer than a block; none a power of two, and some.

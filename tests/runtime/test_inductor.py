@@ -14,7 +14,7 @@ from fitact.runtime.kernels import inductor as compiled
 from fitact.runtime.kernels import registry
 from tests.conftest import ROOT
 from tests.support.compilers import needs_compiler
-from tests.support.generated import backward_op, forward_op
+from tests.support.generated import backward_op, forward_op, same
 from tests.support.processes import python
 
 SCRIPT = """
@@ -51,10 +51,6 @@ def computed_by_inductor(folder: Path, *cases: str) -> Found:
     python(SCRIPT, path, *cases, folder=ROOT, FITACT_CPU="inductor", TRITON_INTERPRET="0")
     found: Found = torch.load(path)
     return found
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and bool(torch.all((a == b) | (a.isnan() & b.isnan())))
 
 
 CASES = [
