@@ -59,11 +59,6 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *found]
 
 
-def saved_and_loaded(program: Any, folder: Path) -> Any:
-    torch.export.save(program, folder / "program.pt2")
-    return torch.export.load(folder / "program.pt2")
-
-
 # Before 2.13 PyTorch warns of what it has just read itself.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
@@ -72,7 +67,8 @@ def saved_and_loaded(program: Any, folder: Path) -> Any:
 def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) -> None:
     """Saved and loaded again, too: outputs and gradients are eager's, of any size."""
     program = export(between_layers(name), torch.randn(6, 8), strict=strict, grad=grad)
-    again = saved_and_loaded(program, tmp_path)
+    torch.export.save(program, tmp_path / "program.pt2")
+    again = torch.export.load(tmp_path / "program.pt2")
     for rows in (6, 2000):
         x, model = torch.randn(rows, 8), between_layers(name)
         with torch.set_grad_enabled(grad):
@@ -85,10 +81,7 @@ def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) 
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("names", "grad"),
-    [pytest.param(QUICK, True, id="some"), pytest.param(tuple(LAYERS), False, id="all, without gradients")],
-)
+@pytest.mark.parametrize(("names", "grad"), [(QUICK, True), (tuple(LAYERS), False)])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
 def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Path) -> None:
     model = between_layers(*names)
@@ -102,22 +95,16 @@ def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Pa
             expected = model(x)
             torch.testing.assert_close(compiled(x), expected)
     torch.save((x, expected), tmp_path / "expected.pt")
-    alone("import fitact", "import torch", RUN_COMPILED, folder=tmp_path)
+    python("import fitact, torch" + RUN_COMPILED, folder=tmp_path, warnings="ignore")
 
 
-RUN = """
+EXPECTED = """
 x, expected = torch.load("expected.pt")
-torch.testing.assert_close(torch.export.load("program.pt2").module()(x), expected)
+with torch.set_grad_enabled({}):
+    torch.testing.assert_close({}(x), expected)
 """
-RUN_COMPILED = """
-x, expected = torch.load("expected.pt")
-with torch.no_grad():
-    torch.testing.assert_close(torch._inductor.aoti_load_package("model.pt2")(x), expected)
-"""
-
-
-def alone(*lines: str, folder: Path | None = None) -> None:
-    python("\n".join(lines), folder=folder, warnings="ignore")
+RUN = EXPECTED.format(True, 'torch.export.load("program.pt2").module()')
+RUN_COMPILED = EXPECTED.format(False, 'torch._inductor.aoti_load_package("model.pt2")')
 
 
 def fails(missing: str, name: str) -> str:
@@ -132,16 +119,13 @@ else:
 """
 
 
+CHOOSE = "fitact.runtime.choose"
 IMPORTS = {
     "torch first": ["import torch", "import fitact"],
     "torch is looked for": ["import fitact, importlib.util", "importlib.util.find_spec('torch')", "import torch"],
     "in the runtime": ["import fitact.runtime.kernels.reference", "import torch"],
     "torch fails": ["import sys, fitact", fails("torch._utils", "torch"), "import torch"],
-    "the runtime fails": [
-        "import sys, fitact",
-        fails("fitact.runtime.choose.detect", "fitact.runtime.choose.convert"),
-        "import torch",
-    ],
+    "the runtime fails": ["import sys, fitact", fails(f"{CHOOSE}.detect", f"{CHOOSE}.convert"), "import torch"],
 }
 
 
@@ -156,13 +140,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("order", full(IMPORTS, ("torch first", "the runtime fails")))
 def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> None:
-    alone(*IMPORTS[order], RUN, folder=exported)
+    python("\n".join([*IMPORTS[order], RUN]), folder=exported, warnings="ignore")
 
 
 def test_a_key_of_another_version() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"expected the shipped relu_output to have the key 'relu_output-0', but"
-    ):
+    with pytest.raises(RuntimeError, match="expected the shipped relu_output to have the key 'relu_output-0'"):
         registry.find("relu_output-0")
 
 

@@ -24,10 +24,9 @@ from tests.runtime.test_inductor import computed
 
 torch.save(computed(*sys.argv[2:]), sys.argv[1])
 """
-Found = dict[tuple[str, str, int], tuple[torch.Tensor, ...]]
 
 
-def computed(*cases: str) -> Found:
+def computed(*cases: str) -> dict[tuple[str, str, int], tuple[torch.Tensor, ...]]:
     """Outputs, codes and gradients as this process computes them; a case is a module and dtypes."""
     found = {}
     for case in cases:
@@ -46,13 +45,6 @@ def computed(*cases: str) -> Found:
     return found
 
 
-def computed_by_inductor(folder: Path, *cases: str) -> Found:
-    path = folder / "found.pt"
-    python(SCRIPT, path, *cases, folder=ROOT, FITACT_CPU="inductor", TRITON_INTERPRET="0")
-    found: Found = torch.load(path)
-    return found
-
-
 CASES = [
     *("gelu_fewbit3 float32 float16", "tanh_fewbit3 bfloat16", "gelu_fewbit1 float64", "gelu_fewbit4 bfloat16"),
     *("hardswish_inverted2 float32", "gelu_inverted1 bfloat16", "softplus_output float32"),
@@ -64,7 +56,8 @@ CASES = [
 @pytest.mark.full
 def test_the_same_codes_and_gradients(tmp_path: Path) -> None:
     assert not os.environ.get("FITACT_CPU")
-    eager, compiled = computed(*CASES), computed_by_inductor(tmp_path, *CASES)
+    python(SCRIPT, tmp_path / "found.pt", *CASES, folder=ROOT, FITACT_CPU="inductor", TRITON_INTERPRET="0")
+    eager, compiled = computed(*CASES), torch.load(tmp_path / "found.pt")
     assert eager.keys() == compiled.keys()
     for key, (y, codes, dx) in eager.items():
         own_y, own_codes, own_dx = compiled[key]
