@@ -107,11 +107,18 @@ def entries(record: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 def test_a_part_of_another_kind_or_none_is_named(name: str) -> None:
     for path, here in entries(RECORDS[name]):
         names = [part for part in path.split(".") if not part.isdigit()]
-        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE):
+        if isinstance(here, dict):
+            assert "colour" in refused(reader(name), changed(RECORDS[name], f"{path}.colour", 1)), path
+        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, 10**400, -(10**400)):
             number = isinstance(here, float) and isinstance(other, float)
-            kept = path == "activation.name" and other is None  # the name of a formula that has none
+            unnamed = path == "activation.name" and other is None  # the name of a formula that has none
             free = other is GONE and (names[0] == "options" != path or path[-1].isdigit())
-            if type(other) is not type(here) and not number and not kept and not free:
+            if (
+                (type(other) is not type(here) or other in (10**400, -(10**400)))
+                and not number
+                and not unnamed
+                and not free
+            ):
                 assert names[-1] in refused(reader(name), changed(RECORDS[name], path, other)), (path, other)
 
 
@@ -137,11 +144,10 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("activation.name", "activation.expression", "gelu"),
         ("activation.parameters", "unknown parameter 'alpha'", {"alpha": 1.0}),
         ("activation.parameters", "activation.parameters.alpha", {"alpha": "1"}),
-        ("bits", "bits: expected", 0, 5, -1, 10**400),
+        ("bits", "bits: expected", 0, 5, -1),
         ("bits", "borders: expected 7", 3),
         ("domain", "domain: expected", [1], [1, 2, 3]),
         ("domain", "domain: expected increasing", [1.0, 1.0], [2, 1], [0.0, -0.0]),
-        ("domain.0", "domain[0]", -(10**400)),
         ("weight", "weight", "gauss", "normal(0, -1)"),
         ("weight", " at x = ", "-1", "x", "1/x", "log(x)", "1e300", "exp(x**2*20)", "1/(x-1)**2"),
         ("weight", ": it is zero all over", "0*x", "normal(1e300,1)"),
@@ -153,9 +159,8 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("borders.2", f"borders[2]: {HOLDS}", 1e39),
         ("levels", "levels: expected", [1.0] * 3, [1.0] * 5),
         ("levels.0", f"levels[0]: {HOLDS}", 0.1),
-        ("levels.3", "levels[3]", -(10**400)),
         ("error.rms", "error.rms of 'tanh(x)': expected 0 or more", -1e-9),
-        ("options.seed", "options.seed", 2**63, 10**300, 10**4000),
+        ("options.seed", "options.seed", 2**63),
         ("options.note", "options.note: unknown option", "free"),
     ],
     "relumix": [
@@ -182,7 +187,6 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("approximants.float32", "approximants.float32: expected 1 to 2 approximants, got 0", []),
         (f"{FIRST}.kind", "expected", "spline"),
         (f"{FIRST}.approximates", "approximates: expected derivative", "sigmoid"),
-        (f"{FIRST}.extra", "expected approximates, denominator, error", 1),
         (f"{FIRST}.low", "low: expected at most high", 5.0),
         (f"{FIRST}.low", HOLDS, 0.1),
         (f"{FIRST}.numerator", "numerator: expected 1 numbers, got 0", []),
@@ -237,12 +241,10 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("more", "the record: expected schema, sites", 1),
         ("sites", "sites: expected at least one activation", []),
         ("sites", "sites[1].path: 'act' appears twice", [SITE, SITE]),
-        ("sites.0.more", "sites[0]: expected activation", 1),
         ("sites.0.path", "sites[0].path: expected 1 to 500 printable characters", "", "a\x1b[2J", "a" * 501),
         ("sites.0.activation", "sites[0].activation: expected 1 to 500 printable characters", "a\nb"),
         ("sites.0.count", "sites[0].count: expected 1 or more", 0),
         ("sites.0.left_out", "sites[0].left_out: expected 0 or more", -1),
-        ("sites.0.mean", "sites[0].mean: expected a number in the range", 10**400),
         ("sites.0.deviation", "sites[0].deviation: expected no negative number", -1.0),
         ("sites.0.least", "sites[0].least, quantiles: expected no more than largest", 1e6),
         ("sites.0.quantiles", "sites[0].quantiles: expected 2 numbers", [0.0]),

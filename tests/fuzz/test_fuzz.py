@@ -74,9 +74,9 @@ TOO_LARGE = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), TOO_LARGE)
-def test_what_is_too_large_is_refused_where_it_is_read(text: str, told: str) -> None:
-    assert told in refused(Activation.of, text)
+@pytest.mark.parametrize(("text", "message"), TOO_LARGE)
+def test_what_is_too_large_is_refused_where_it_is_read(text: str, message: str) -> None:
+    assert message in refused(Activation.of, text)
 
 
 @pytest.mark.filterwarnings("ignore")

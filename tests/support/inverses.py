@@ -36,25 +36,17 @@ def _polynomial(coefficients: list[float], t: np.ndarray) -> np.ndarray:
     return sum(c * t**k for k, c in enumerate(coefficients))
 
 
-def _sizes(coefficients: list[float], t: np.ndarray) -> np.ndarray:
-    return _polynomial([abs(c) for c in coefficients], t)
-
-
 def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return p/q, and how large the terms are that make it up, to which roundings are relative."""
-    radicals = [
-        radical["sign"] * _radical(y - radical["anchor"], radical["order"], radical["side"])
-        for radical in approximant["radicals"]
-    ]
-    t = np.clip(sum(radicals), approximant["low"], approximant["high"])
-    p, q = _polynomial(approximant["numerator"], t), _polynomial(approximant["denominator"], t)
-    reach = np.minimum(
-        sum(np.abs(radical) for radical in radicals), 2 * max(abs(approximant["low"]), abs(approximant["high"]))
-    )
+    terms = approximant["numerator"], approximant["denominator"]
+    radicals = [r["sign"] * _radical(y - r["anchor"], r["order"], r["side"]) for r in approximant["radicals"]]
+    low, high = approximant["low"], approximant["high"]
+    t = np.clip(sum(radicals), low, high)
+    p, q = (_polynomial(coefficients, t) for coefficients in terms)
+    reach = np.minimum(sum(np.abs(radical) for radical in radicals), 2 * max(abs(low), abs(high)))
     at = np.maximum(np.abs(t), reach)  # t may be a small difference of radicals
-    sizes = (
-        _sizes(approximant["numerator"], at) + np.abs(p / q) * _sizes(approximant["denominator"], at)
-    ) / np.abs(q)
+    of_p, of_q = (_polynomial(np.abs(coefficients), at) for coefficients in terms)
+    sizes = (of_p + np.abs(p / q) * of_q) / np.abs(q)
     for radical in approximant["radicals"]:
         if radical["order"] > 2:  # by way of a logarithm, whose rounding counts as it is large
             far = np.maximum(np.abs(y - radical["anchor"]), 1e-300)
@@ -93,10 +85,6 @@ class Inverse(Generated):
     """An inverted activation."""
 
     saves_output = True
-
-    @property
-    def published(self) -> bool:
-        return self.name.endswith("_published")
 
     @property
     def minimum(self) -> float:
