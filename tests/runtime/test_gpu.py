@@ -61,6 +61,7 @@ SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the inter
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
 FORMULAS = {formula.name: formula for formula in values.FORMULAS}
 FULL = () if GPU else pytest.mark.full
+STEP = next(one for one in shipped() if one.name == "gelu_fewbit3")
 
 # Interpreted: each width, an even derivative, jumps, exact steps, quotients, published ones, closed forms.
 SOME = {*FEW, "gelu_fewbit4", "hardtanh_fewbit1", "relu6_fewbit2", "tanh_fewbit3", "hardswish_inverted2"}
@@ -196,12 +197,6 @@ def test_nothing_is_written_beyond_the_end(name: str) -> None:
     assert bool((dx[n:] == 7).all()) and not bool((dx[:n] == 7).any())
 
 
-def step() -> Shipped:
-    one = SHIPPED["gelu_fewbit3"]
-    assert isinstance(one, Shipped)
-    return one
-
-
 @few
 @each_dtype
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=FULL)])
@@ -253,7 +248,7 @@ def test_autocast(name: str) -> None:
     (dx,) = torch.autograd.grad(y.float().sum(), x)
     leaf = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(SHIPPED[name].baseline(leaf).sum(), leaf)
-    step_error = step().fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
+    step_error = STEP.fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
     tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_output": 0.01}[name]
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
 
@@ -323,7 +318,7 @@ def test_several_gpus() -> None:
     found = []
     for device in ("cuda:1", "cuda:0"):
         leaf = x.to(device).requires_grad_()
-        y = step().function(leaf)
+        y = STEP.function(leaf)
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
         assert y.device == dx.device == torch.device(device)
         found.append((y.cpu(), dx.cpu()))
@@ -338,13 +333,13 @@ def test_more_elements_than_an_int32_counts() -> None:
     x = torch.zeros(2**31 + tail, dtype=torch.bfloat16, device="cuda")
     end = torch.randn(tail).bfloat16()
     x[-tail:] = end.cuda()
-    key = step().module._KEY
+    key = STEP.module._KEY
     y, codes = forward_op(x, x.dtype, key)
     expected_y, expected_codes = forward_op(end.cuda(), x.dtype, key)
     assert same(y[-tail:], expected_y)
     assert torch.equal(codes[-expected_codes.numel() :], expected_codes)
     dx = backward_op(x, None, codes, x.dtype, key)[0]
-    assert same(dx[-tail:].cpu(), step().gradient(end, end))
+    assert same(dx[-tail:].cpu(), STEP.gradient(end, end))
     assert not dx[:-tail].any()
 
 
@@ -359,7 +354,7 @@ def shipped_gate(name: str) -> Callable[..., torch.Tensor]:
 )
 def test_memory_that_is_taken(name: str, count: int, codes: float) -> None:
     """Forward takes the output and the codes, backward the gradients; there is nothing beside."""
-    function, n = step().function if count == 1 else shipped_gate(name), 2**24
+    function, n = STEP.function if count == 1 else shipped_gate(name), 2**24
     leaves = [torch.randn(n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
     dy = torch.randn_like(leaves[0])
     torch.autograd.grad(function(*leaves), leaves, dy)
@@ -587,10 +582,6 @@ def test_contexts_in_cuda_graphs(error: str, of: str) -> None:
     assert all(map(same, found, expected))
 
 
-def finite(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isfinite(), x, 1)
-
-
 def hard(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Shapes that end within a tile or a block, outliers, zeros of both signs, sparse channels; every number."""
     shapes = [(128, 256), (3, 5, 64), (35, 96), (9, 97), (33, 130), (1000,), (200, 1), (1, 1), (0, 64)]
@@ -598,7 +589,7 @@ def hard(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield hostile((100, 192), dtype).relu()
     x = patterns(dtype)[:: 1 if GPU else 21] if dtype != torch.float32 else anything()[: 2**22 if GPU else 2**12]
     shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))][: len(x) // 128 * 128]
-    yield from (x, shuffled.view(-1, 128), finite(shuffled).sort()[0].view(-1, 128))
+    yield from (x, shuffled.view(-1, 128), torch.where(shuffled.isfinite(), shuffled, 1).sort()[0].view(-1, 128))
 
 
 def at_thresholds(bits: int) -> Iterator[torch.Tensor]:

@@ -180,7 +180,6 @@ def run(function: Any, x: torch.Tensor, dy: torch.Tensor | None = None) -> tuple
 
 
 def sizes(saved: Saved) -> list[int]:
-    """The bytes of each storage that is saved."""
     return sorted(storage.nbytes() for storage in saved.storages.values() if storage.nbytes())
 
 
@@ -220,7 +219,6 @@ class Generated(ABC):
         return BASELINE[self.plain] if self.own is None else registry.find(self.key).value
 
     def baseline_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """PyTorch's own, by autograd."""
         leaf = x.detach().clone().requires_grad_()
         (dx,) = torch.autograd.grad(self.baseline(leaf), leaf, dy)
         return dx
@@ -241,14 +239,12 @@ class Generated(ABC):
 
 @cache
 def fits() -> dict[str, Any]:
-    """The shipped fits as plain JSON."""
     folder = files("fitact.generated") / "fits"
     texts = {path.name.removesuffix(".json"): path.read_text() for path in folder.iterdir()}
     return {name: json.loads(texts[name]) for name in sorted(texts)}
 
 
 def made_up(function: str, name: str = "some_fit", bits: int = 1, *, even: bool = False) -> StepFit:
-    """A fit whose numbers are made up."""
     return StepFit(
         name=name,
         method="fewbit",
@@ -264,7 +260,6 @@ def made_up(function: str, name: str = "some_fit", bits: int = 1, *, even: bool 
 
 
 def load(fit: AnyFit) -> ModuleType:
-    """Generate the module of a fit, and import it."""
     path = Path(tempfile.mkdtemp(dir=os.environ.get("FITACT_TESTS_SHARED")), f"{fit.name}.py")
     path.write_text(render(fit), encoding="utf-8")
     return package.load(path, f"of_tests_{path.parent.name}_{fit.name}")

@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fitact.base import FitWarning
@@ -82,8 +81,6 @@ def chain(at: float, steps: int, kind: type[np.floating]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Inverse(Generated):
-    """An inverted activation."""
-
     saves_output = True
 
     @property
@@ -95,7 +92,6 @@ class Inverse(Generated):
         return self.fit["error"][_name(dtype)]
 
     def true(self, x: torch.Tensor) -> torch.Tensor:
-        """f′(x), float64."""
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.asarray(CURVES[self.plain].derivative(x.detach().double().numpy())))
 
@@ -169,7 +165,6 @@ def _name(dtype: torch.dtype) -> str:
 
 @cache
 def inverses() -> list[Inverse]:
-    """The shipped inverted activations."""
     return [Inverse(name, fit) for name, fit in fits().items() if fit["method"] == "inverted"]
 
 
@@ -181,7 +176,6 @@ def _fitted(text: str, bits: int | None, domain: tuple[float, float] | None) -> 
 
 
 def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | None = None) -> InvertedFit:
-    """The fit of a formula."""
     fit = from_json(_fitted(text, bits, domain))
     assert isinstance(fit, InvertedFit)
     return fit
@@ -189,20 +183,12 @@ def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | Non
 
 @cache
 def made(text: str, domain: tuple[float, float] | None) -> Inverse:
-    """The module of a formula, imported."""
     fit = fitted(text, None, domain)
     return Inverse(fit.name, json.loads(fit.to_json()), load(fit))
 
 
 # A quotient of one bit, one of two with constants, the paper's approximants.
 SOME = {"gelu_inverted1", "hardswish_inverted2", "silu_inverted_published"}
-
-
-def named(*names: str) -> pytest.MarkDecorator:
-    """Parametrise `one` by some of the shipped activations."""
-    return pytest.mark.parametrize(
-        "one", [pytest.param(one, id=one.name) for one in inverses() if one.name in names]
-    )
 
 
 each_inverse = partial(each_of, inverses)

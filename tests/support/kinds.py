@@ -25,7 +25,6 @@ from tests.support.steps import Shipped, shipped
 
 @cache
 def every() -> list[Generated]:
-    """The shipped activations."""
     return [*shipped(), *inverses(), *outputs()]
 
 
@@ -47,7 +46,6 @@ USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fe
 
 @cache
 def kind(name: str) -> Generated:
-    """One of these kinds."""
     return OWN[name]() if name in OWN else next(one for one in every() if one.name == name)
 
 

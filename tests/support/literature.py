@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """An activation and its formula in the language."""
-
     name: str
     text: str
 

@@ -58,7 +58,6 @@ class Output(Generated):
         return 0.0 if dtype == torch.float64 else self.fit["error"][str(dtype).removeprefix("torch.")]
 
     def derivative(self, y: torch.Tensor) -> torch.Tensor:
-        """g(y) in float64, from the closed form written here."""
         space = {"where": _where, "expm1": torch.expm1, "sqrt": torch.sqrt, "cosh": torch.cosh}
         found: torch.Tensor = eval(self.closed or CLOSED[self.plain][1], space | {"y": y.detach().double()})
         return found
@@ -100,10 +99,7 @@ def points(dtype: torch.dtype, corners: tuple[float, ...] = ()) -> torch.Tensor:
 
 @cache
 def outputs() -> list[Output]:
-    """The shipped activations of the method `output`."""
     return [Output(name, fit) for name, fit in fits().items() if fit["method"] == "output"]
 
 
-# A step, a square root, a branch, a product, a function of its own.
-SOME = {"relu_output", "relu2_output", "selu_output", "tanh_output", "softplus_output"}
 each_output = partial(each_of, outputs)

@@ -15,8 +15,6 @@ PIECEWISE_LINEAR += ("softshrink", "threshold")
 
 @dataclass(frozen=True)
 class Shipped(Generated):
-    """A step activation."""
-
     saves_output = False
 
     def code(self, x: torch.Tensor, _dtype: torch.dtype) -> torch.Tensor:
@@ -25,7 +23,6 @@ class Shipped(Generated):
         return sum((at > border).long() for border in self.fit["borders"])
 
     def derivative(self, x: torch.Tensor) -> torch.Tensor:
-        """The level of each element in float64, by the definition."""
         return torch.tensor(self.fit["levels"], dtype=torch.float64)[self.code(x, x.dtype)]
 
     def gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
@@ -46,7 +43,6 @@ class Shipped(Generated):
 
 @cache
 def shipped() -> list[Shipped]:
-    """The shipped step activations."""
     return [Shipped(name, fit) for name, fit in fits().items() if "levels" in fit]
 
 

@@ -114,7 +114,6 @@ EACH = each(FORMULAS)
 
 @shared
 def reported(text: str) -> str | None:
-    """What `check` says of a formula."""
     return problem(activation(text))
 
 
@@ -129,7 +128,6 @@ def may_fail(formula: Formula) -> bool:
 
 @cache
 def module(text: str) -> ModuleType:
-    """The module generated for a formula, with a step function that is made up."""
     return load(made_up(text))
 
 
@@ -189,7 +187,6 @@ def _at_points(formula: Formula) -> tuple[Array, Array]:
 
 
 def check(formula: Formula, found: torch.Tensor, x: torch.Tensor, limit: float = LIMIT) -> None:
-    """Compare results with the truth, as far as the dtype has it."""
     assert found.dtype == x.dtype and found.shape == x.shape
     at = x.double().numpy()
     known = points(torch.float32).double().numpy()
