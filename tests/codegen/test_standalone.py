@@ -234,9 +234,7 @@ BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("aot_eager", NAMES), ("inductor"
 
 
 @pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
-def test_compiled_and_exported_without_fitact(
-    backend: str, names: list[str], folder: Path, tmp_path: Path
-) -> None:
+def test_compiled_and_exported_without_fitact(backend, names, folder: Path, tmp_path: Path) -> None:
     """A program loads with a copy of the folder, whatever the name that this is imported by."""
     assert python(COMPILED, folder, backend, *names, folder=folder, warnings=STRICT) == f"compiled {len(names)}\n"
     shutil.copytree(folder / names[0], tmp_path / "project" / "layers" / "own")

@@ -41,9 +41,8 @@ def test_values_and_derivatives(name: str) -> None:
 
 def test_a_quotient_of_exponentials_is_made_stable() -> None:
     formula = Learned.of("x/(1 + exp(-b*x))", {"b": (1.0, False)})
-    assert formula.formula == Learned.of("swish_beta", {}).formula.xreplace(
-        dict(zip(Learned.of("swish_beta", {}).symbols, formula.symbols, strict=True))
-    )
+    swish = Learned.of("swish_beta", {})
+    assert formula.formula == swish.formula.xreplace(dict(zip(swish.symbols, formula.symbols, strict=True)))
     for one in (formula.derivative_formula, *formula.gradient_formulas):
         assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
 

@@ -90,9 +90,8 @@ def test_integers_are_numbers() -> None:
 
 
 def test_an_error_that_is_infinite_is_refused() -> None:
-    assert "expected 0 or more, got inf" in refused(
-        replace, from_json(TEXT), error=dict.fromkeys(STEP["error"], math.inf)
-    )
+    error = dict.fromkeys(STEP["error"], math.inf)
+    assert "expected 0 or more, got inf" in refused(replace, from_json(TEXT), error=error)
 
 
 def entries(record: Any, at: str = "") -> Iterator[tuple[str, Any]]:

@@ -214,9 +214,7 @@ def test_saved_by_a_small_mlp_that_is_compiled(one: Generated, shape: str, backe
 @EACH_SHAPE
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-def test_the_next_layer_saves_the_output_that_is_returned(
-    one: Generated, shape: str, autocast: bool, norm: bool
-) -> None:
+def test_the_next_layer_saves_the_output(one: Generated, shape: str, autocast: bool, norm: bool) -> None:
     """After a layer norm too, which autocast leaves in float32; and each parameter gets its gradient."""
     outputs: list[torch.Tensor] = []
 

@@ -386,9 +386,7 @@ def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, to
 WANTS = ((True, True), (True, False), (False, True))
 
 
-def passes(
-    x: torch.Tensor, dy: torch.Tensor, key: str, other: torch.Tensor, wants: tuple[bool, bool], inner: int = 1
-) -> list[list[torch.Tensor]]:
+def passes(x, dy, key, other, wants, inner=1):
     """The value and the gradients that are wanted, on the device and by PyTorch's operators on the CPU."""
     found = []
     for reference, device in ((False, DEVICE), (True, "cpu")):

@@ -152,9 +152,7 @@ EACH_OWN = pytest.mark.parametrize(
 
 
 @EACH_OWN
-def test_formulas_from_text_to_gradient(
-    text: str, domain: tuple[float, float] | None, pieces: int, derivative: Callable, baseline: Callable
-) -> None:
+def test_formulas_from_text_to_gradient(text, domain, pieces, derivative, baseline) -> None:
     one = made(text, domain)
     assert one.bits == (pieces - 1).bit_length()
     low, high = domain or (-1e30, 1e30)

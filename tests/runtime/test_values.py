@@ -121,19 +121,12 @@ def test_the_reference_of_functions(name: str) -> None:
 
 @of_pytorch
 @pytest.mark.parametrize("name", ULPS)
-def test_composed_in_float32(name: str) -> None:
-    at = values.function_points(name)
-    found = getattr(reference_math, name)(torch.from_numpy(at.astype(np.float32))).double().numpy()
+def test_composed(name: str) -> None:
+    near, far = values.function_points(name), np.geomspace(1e-300, 1e300, 61)
+    wide = np.concatenate([values.function_points(name, np.float64)[::401], far, -far])
     with np.errstate(all="ignore"):
-        error, i = values.worst(found, values.FLOAT64[name](at))
-    assert error <= ULPS[name], (at[i], found[i], error)
-
-
-@of_pytorch
-@pytest.mark.parametrize("name", ULPS)
-def test_composed_in_float64(name: str) -> None:
-    wide = np.geomspace(1e-300, 1e300, 61)
-    at = np.concatenate([values.function_points(name, np.float64)[::401], wide, -wide])
-    found = getattr(reference_math, name)(torch.from_numpy(at)).numpy()
-    error, i = values.worst(found, values.defined(name, at), np.float64)
-    assert error <= ULPS[name], (at[i], found[i], error)
+        reference = values.FLOAT64[name](near)
+    for kind, at, true in ((np.float32, near, reference), (np.float64, wide, values.defined(name, wide))):
+        result = getattr(reference_math, name)(torch.from_numpy(at.astype(kind))).double().numpy()
+        error, i = values.worst(result, true, kind)
+        assert error <= ULPS[name], (at[i], result[i], error)

@@ -4,7 +4,7 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -77,16 +77,7 @@ def _field(pattern: str, text: str) -> int:
     return int(value)
 
 
-def compiled(
-    function: Any,
-    kinds: Mapping[str, str],
-    dtype: str,
-    target: str,
-    threads: int,
-    constants: Mapping[str, Any] = MappingProxyType({}),
-    multiples: Collection[str] = (),
-    **options: Any,
-) -> Any:
+def compiled(function, kinds, dtype, target, threads, constants=MappingProxyType({}), multiples=(), **options):
     """Compile a kernel as the runtime's launch would.
 
     `kinds` are the types of arguments, others point to numbers of `dtype`; `multiples` are those of 16.

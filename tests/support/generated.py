@@ -24,6 +24,7 @@ from fitact.fitter.records.fit import AnyFit, StepFit
 from fitact.runtime.kernels import ops, registry
 from fitact.runtime.measure.saved import Saved
 from tests.support import package
+from tests.support.rows import full
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -117,17 +118,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def forward_op(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    key: str,
-    other: torch.Tensor | None = None,
-    *,
-    inner: int = 1,
-    eps: float = 0.0,
-    reference: bool = False,
-    check: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_op(x, dtype, key, other=None, *, inner=1, eps=0.0, reference=False, check=False):
     """y in a dtype, and the codes, by the op, or by PyTorch's operators; `check`: PyTorch's own of an op."""
     op = ops._forward_reference if reference else ops.ops.forward
     arguments = x, other, inner, eps, None, ops.NUMBER[dtype], key
@@ -136,19 +127,7 @@ def forward_op(
     return op(*arguments)
 
 
-def backward_op(
-    dy: torch.Tensor,
-    saved: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    dtype: torch.dtype,
-    key: str,
-    other: torch.Tensor | None = None,
-    *,
-    inner: int = 1,
-    wants: tuple[bool, bool] | None = None,
-    reference: bool = False,
-    check: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def backward_op(dy, saved, codes, dtype, key, other=None, *, inner=1, wants=None, reference=False, check=False):
     """The gradients of x, in a dtype, and of the other tensor, likewise; by default of all that there are."""
     wants = wants or (True, other is not None)
     op = ops._backward_reference if reference else ops.ops.backward
@@ -267,8 +246,5 @@ def load(fit: AnyFit) -> ModuleType:
 
 def each_of(ones: Callable[[], Sequence[Generated]], only: set[str] | None = None) -> pytest.MarkDecorator:
     """Parametrise `one` by activations; those not in `only` run in the full product alone."""
-    params = [
-        pytest.param(one, id=one.name, marks=[] if only is None or one.name in only else pytest.mark.full)
-        for one in ones()
-    ]
-    return pytest.mark.parametrize("one", params)
+    rows = full(ones(), lambda one: only is None or one.name in only)
+    return pytest.mark.parametrize("one", rows, ids=lambda one: one.name)

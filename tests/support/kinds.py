@@ -99,9 +99,7 @@ def operation(name: str) -> Operation:
     return Operation(name, kind(name).function)
 
 
-def passes(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor | None = None, *, autocast: bool = False
-) -> tuple[list[Tensor], list[int]]:
+def passes(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor | None = None, autocast=False):
     """The value and the gradients of leaves, and the bytes of each storage that is saved."""
     leaves = [one.detach().clone(memory_format=torch.preserve_format).requires_grad_() for one in tensors]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), count_saved() as saved:
