@@ -23,7 +23,17 @@ from tests.support.generated import (
     same,
     sizes,
 )
-from tests.support.kinds import OPERATIONS, QUICK, each_kind, each_operation, every_kind, kinds, operation, passes
+from tests.support.kinds import (
+    OPERATIONS,
+    QUICK,
+    USUAL,
+    each_kind,
+    each_operation,
+    every_kind,
+    kinds,
+    operation,
+    passes,
+)
 from tests.support.learned import CASES
 from tests.support.rows import full
 
@@ -47,11 +57,13 @@ WAYS = [
 ]
 
 
-@each_operation
-@pytest.mark.parametrize(("backend", "layout", "autocast"), WAYS)
-def test_compiled(name, backend, layout, autocast):
+COMPILED = full(product(OPERATIONS, WAYS), lambda row: row[0] in USUAL or row[1] == WAYS[0])
+
+
+@pytest.mark.parametrize(("name", "way"), COMPILED)
+def test_compiled(name, way):
     """In one graph, values, gradients, strides and saved bytes are those of eager code."""
-    one = operation(name)
+    one, (backend, layout, autocast) = operation(name), way
 
     def casting(*given):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -312,9 +324,13 @@ CHECKPOINTS = {
 }
 
 
-@each_operation
-@pytest.mark.parametrize("way", CHECKPOINTS)
-@pytest.mark.parametrize("autocast", [True, False])
+CHECKED = product(OPERATIONS, CHECKPOINTS, (True, False))
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "autocast"),
+    full(CHECKED, lambda row: row[0] in USUAL or row[1:] == ("not reentrant", False)),
+)
 def test_checkpoints(name, way, autocast):
     one = operation(name)
 
