@@ -1,7 +1,5 @@
 """Shared by all tests: a fixed seed, a command line, and the tests that run in a process of their own."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

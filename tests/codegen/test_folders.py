@@ -1,7 +1,5 @@
 """The folders that `fitact codegen --standalone` and `--hub` write: who made them, drift, and what is removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,6 @@ Command = Callable[[str], tuple[int, str, str]]
 
 @pytest.fixture
 def two(command: Command) -> Command:
-    """The command line in a folder with two fits."""
     put(FITS / "one.json", record("one"))
     put(FITS / "two.json", record("two", "sigmoid"))
     return command
@@ -51,10 +48,8 @@ def test_command_with_a_fit_and_a_folder(two: Command) -> None:
     put("model/two/runtime/__pycache__/math.cpython-311.pyc")
     (FITS / "two.json").unlink()
     status, out, err = two("codegen --standalone --out model --check")
-    assert (status, err) == (
-        1,
-        "fitact: model: differs from what its fits generate; run fitact codegen --standalone\n",
-    )
+    assert status == 1
+    assert err == "fitact: model: differs from what its fits generate; run fitact codegen --standalone\n"
     assert "--- model/one/__init__.py\n+++ model/one/__init__.py (as its fit generates it)\n" in out
     assert out.endswith("--- model/two (no fit generates it)\n")
     assert "train.py" not in out and "data" not in out

@@ -1,7 +1,5 @@
 """Kernels for the Hugging Face Hub: their layout, and that the library `kernels` loads them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import tomllib
@@ -11,15 +9,16 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate
-from tests.codegen.test_codegen import fit as made_up
 from tests.codegen.test_standalone import passes, same, shipped
 from tests.conftest import ROOT
 from tests.support.commands import put, record
+from tests.support.generated import made_up
 from tests.support.package import load
 from tests.support.processes import python
 
@@ -65,50 +64,44 @@ def test_the_module_and_its_layer(name: str, hub: Path) -> None:
     assert all(a.equal(b) for a, b in zip(passes(module, "of_layer"), passes(module, name), strict=True))
 
 
-class Dyt(nn.Module):
-    """A module whose forward `kernels` replaces by that of the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.gamma = nn.Parameter(torch.full((1,), 0.7)), nn.Parameter(torch.linspace(1, 2, 8))
-        self.beta = nn.Parameter(torch.linspace(-1, 1, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gamma * torch.tanh(self.alpha * x) + self.beta
+def dyt() -> nn.Module:
+    own = nn.Module()
+    own.alpha, own.gamma = nn.Parameter(torch.full((1,), 0.7)), nn.Parameter(torch.linspace(1, 2, 8))
+    own.beta = nn.Parameter(torch.linspace(-1, 1, 8))
+    return own
 
 
-class Mlp(nn.Module):
-    """What a gate's layer stands in for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(hidden_act="silu")
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
+def mlp() -> nn.Module:
+    own = nn.Module()
+    own.config = SimpleNamespace(hidden_act="silu")
+    own.gate_proj, own.up_proj, own.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+    return own
 
 
-@pytest.mark.parametrize(("name", "kind"), [("dyt_recompute", Dyt), ("swiglu_recompute", Mlp)])
-def test_a_layer_stands_in_for_a_module_and_uses_its_parameters(name: str, kind: type, hub: Path) -> None:
+STANDS_IN: list[tuple[str, Callable, Callable]] = [
+    ("dyt_recompute", dyt, lambda own, x: own.gamma * torch.tanh(own.alpha * x) + own.beta),
+    ("swiglu_recompute", mlp, lambda own, x: own.down_proj(F.silu(own.gate_proj(x)) * own.up_proj(x))),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "forward"), STANDS_IN)
+def test_a_layer_stands_in_for_a_module_and_uses_its_parameters(name, make, forward, hub) -> None:
     module = load(hub / name.replace("_", "-") / "torch-ext" / name, f"standalone_{name}_0123")
     (layer,) = (getattr(module.layers, one) for one in module.layers.__all__)
     assert {*dir(layer)} - {*dir(nn.Module)} == {"can_torch_compile", "has_backward"}
-    own, x = kind(), torch.randn(5, 8, requires_grad=True)
+    own, x = make(), torch.randn(5, 8, requires_grad=True)
     leaves = [x, *own.parameters()]
-    expected = own(x)
-    gradients = torch.autograd.grad(expected.square().sum(), leaves)
-    own.forward = MethodType(layer.forward, own)
-    torch.testing.assert_close(own(x), expected)
-    torch.testing.assert_close(torch.autograd.grad(own(x).square().sum(), leaves), gradients)
-    if kind is Dyt:
-        assert "KernelFunction" in own(x).grad_fn.name()
+    expected, found = forward(own, x), MethodType(layer.forward, own)(x)
+    torch.testing.assert_close(found, expected)
+    pairs = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (found, expected)]
+    torch.testing.assert_close(*pairs)
+    if make is dyt:
+        assert "KernelFunction" in found.grad_fn.name()
         assert [*module.DytRecompute(6).state_dict()] == ["alpha", "gamma", "beta"]
     else:
         own.config.hidden_act = "gelu"
         with pytest.raises(ValueError, match="hidden_act: expected silu or swish, got 'gelu'"):
-            own(x)
+            layer.forward(own, x)
 
 
 LOADED = """
@@ -136,7 +129,6 @@ assert "fitact" not in sys.modules
 
 
 def test_kernels_loads_them(hub: Path) -> None:
-    """Validated and loaded by the library, in a process of its own."""
     pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
     paths = [hub / name.replace("_", "-") for name in NAMES]
     assert python(LOADED, *paths, folder=hub) == "".join(f"{name} True\n" for name in NAMES)

@@ -1,7 +1,5 @@
 """Standalone folders: what is in them; that they run where fitact cannot be imported, and several side by side."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib
@@ -22,8 +20,8 @@ from fitact.codegen.generate import generate, render
 from fitact.fitter.records.fit import AnyFit
 from fitact.fitter.records.reading import read
 from fitact.runtime.kernels.registry import is_generated, registered
-from tests.codegen.test_codegen import fit as made_up
 from tests.conftest import ROOT
+from tests.support.generated import made_up
 from tests.support.package import load
 from tests.support.processes import python
 from tests.support.rows import full
@@ -57,14 +55,9 @@ def write(fits: list[AnyFit], folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the standalone folders of `NAMES`."""
     folder = tmp_path_factory.mktemp("folders")
     write([*map(shipped, NAMES)], folder)
     return folder
-
-
-OBSERVE = (ROOT / "tests" / "support" / "observe.py").read_text(encoding="utf-8")
-# ------------------------------------------------------------------------------------------------ what is in them
 
 
 def test_the_runtime_is_verbatim(folder: Path) -> None:
@@ -125,11 +118,63 @@ def test_a_fit_may_be_called_like_anything_that_is_used(name: str, tmp_path: Pat
     assert all(map(torch.equal, *found))
 
 
-# ---------------------------------------------------------------------------------------------------- running
-
 STRICT = "error::UserWarning"
+# Values, gradients, dtypes and bytes saved, where fitact cannot be imported, beside those of the package.
+OBSERVE = """
+import importlib, sys
+from functools import partial
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+folder, mode, *names = sys.argv[1:]
+if mode == "without triton":
+    sys.modules["triton"] = None
+sys.modules["fitact"] = None  # cannot be imported
+sys.path.insert(0, folder)
+launched = []
 
 
+def observe(module, name):
+    function, kind = getattr(module, name), getattr(module, module.__all__[0])()
+    x = 3 * torch.randn(1 if mode == "interpreted" else 2, 9001, generator=torch.Generator().manual_seed(0))
+    x[0, :8] = torch.tensor([0.0, -0.0, 1e-30, 20.0, -20.0, torch.inf, -torch.inf, torch.nan])
+    ways = [(function, x), (function, x.bfloat16())]
+    if mode != "interpreted":
+        ways += [(function, x.half().t()), (function, x.double()[:, ::2]), (torch.vmap(function), x)]
+        ways += [(partial(checkpoint, kind, use_reentrant=reentrant), x) for reentrant in (False, True)]
+        ways += [(torch.autocast("cpu", torch.bfloat16)(kind), x)]
+    found = []
+    for call, x in ways:
+        leaf, saved = x.detach().requires_grad_(), []
+        with saved_tensors_hooks(lambda t: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t):
+            y = call(leaf)
+        y.backward(torch.linspace(-2, 2, y.numel()).view(y.shape).to(y.dtype))
+        bits = [one.detach().contiguous().view(torch.uint8) for one in (y, leaf.grad)]
+        found.append((*(one.numpy().tobytes() for one in bits), y.dtype, y.stride(), saved))
+    try:
+        leaf = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)
+        torch.autograd.grad(dx.sum(), leaf)
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+observed = {}
+for name in names:
+    module = importlib.import_module(name)
+    assert module.runtime.kernels.triton_compat.HAS_TRITON == (mode != "without triton")
+    activations = module.runtime.kernels.activations
+    launch = activations.launch
+    activations.launch = lambda *given, launch=launch: launched.append(given) or launch(*given)
+    observed[name] = observe(module, name)
+assert len(launched) == (6 * len(names) if mode == "interpreted" else 0), launched
+del sys.modules["fitact"]
+for name in names:
+    assert observe(importlib.import_module(f"fitact.generated.{name}"), name) == observed[name], name
+print("compared", len(names))
+"""
 MODES = [("as it is", ["gelu_inverted1", "softplus_output"]), ("interpreted", NAMES[:1])]
 MODES += [(mode, NAMES) for mode in ("as it is", "interpreted", "without triton")]
 
@@ -189,9 +234,7 @@ BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("aot_eager", NAMES), ("inductor"
 
 
 @pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
-def test_compiled_and_exported_without_fitact(
-    backend: str, names: list[str], folder: Path, tmp_path: Path
-) -> None:
+def test_compiled_and_exported_without_fitact(backend, names, folder: Path, tmp_path: Path) -> None:
     """A program loads with a copy of the folder, whatever the name that this is imported by."""
     assert python(COMPILED, folder, backend, *names, folder=folder, warnings=STRICT) == f"compiled {len(names)}\n"
     shutil.copytree(folder / names[0], tmp_path / "project" / "layers" / "own")
@@ -200,7 +243,6 @@ def test_compiled_and_exported_without_fitact(
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and gradients at some points."""
     x = torch.linspace(-5, 5, 9001, requires_grad=True)
     y = getattr(module, name)(x)
     (dx,) = torch.autograd.grad(y.sum(), x)

@@ -1,7 +1,5 @@
 """The shape of formulas: expectations are derived by hand, or by mpmath from an independent formula."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -145,7 +143,7 @@ def test_asymptotes(text: str) -> None:
 
 TWO_SINES = [s * (2 * math.pi / 3) + 2 * math.pi * k for k in range(-5, 6) for s in (-1, 1)]
 EDGE = (math.asin(0.9999) / 3, (math.pi - math.asin(0.9999)) / 3)
-WINDOWS = [edge + 2 * math.pi * k / 3 for k in range(-2, 3) for edge in EDGE]
+WINDOWS = sorted(edge + 2 * math.pi * k / 3 for k in range(-50, 50) for edge in EDGE)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +254,7 @@ BREAKS: dict[str, tuple[list[float], list[float]]] = {
     "where(x*x > 2, 1, 0)": ([-math.sqrt(2), math.sqrt(2)], []),
     "where((x - 5)*(x - 5.0001) < 0, 1, 0)": ([5, 5.0001], []),
     "sign(x)*exp(-20)": ([0], []),
+    "where(sin(3*x) > 0.9999, x, -x)": ([at for at in WINDOWS if abs(at) < 100], []),
 }
 
 
@@ -264,16 +263,6 @@ def test_breakpoints(text: str) -> None:
     found = Activation.of(text).breakpoints(-100, 100)
     for kind, at in zip(("jump", "corner"), BREAKS[text], strict=True):
         assert [point.at for point in found if point.kind == kind] == pytest.approx(at, rel=1e-15, abs=0.0)
-
-
-def test_double_crossings_are_found() -> None:
-    f = Activation.of("where(sin(3*x) > 0.9999, x, -x)")
-    found = f.breakpoints(-20, 20)
-    expected = [edge + 2 * math.pi * k / 3 for k in range(-12, 13) for edge in EDGE]
-    assert [point.at for point in found] == pytest.approx(
-        [at for at in sorted(expected) if abs(at) < 20], rel=1e-12
-    )
-    assert {point.kind for point in found} == {"jump"}
 
 
 def test_switch_points_include_harmless_ones() -> None:

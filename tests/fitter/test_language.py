@@ -1,6 +1,5 @@
 """The expression language: what it accepts and its values, what it refuses, and that it runs nothing."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -8,53 +7,67 @@ import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import constant, x
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
+from tests.support.literature import LITERATURE
 from tests.support.reals import MP, real
 from tests.support.refusals import refused, within
-
-POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
+from tests.support.rows import listed
 
 
 @pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
+def _no_hang():
     """A text that takes for ever fails its test, and does not hold up the run."""
     with within(120):
         yield
 
 
-# ------------------------------------------------------------------------------------------------- values
+# beside the literature: every operator and function, and how texts are read
+PLAIN = listed("""
+x   +x   -x**2   2**3**2*x   1 - 2 - x   x/2/3   0.1*x   1e-3*x + .5   (1 + x**2)**-3   1/(1 + x**2)
+x/(1 + abs(x))   sqrt(1 + x**2)   (1 + x**2)**0.3   2**-x   e**x   expm1(x)   log1p(x**2)   tanh(x)   sigmoid(x)
+softplus(x)   relu(x)   abs(x - 2)   x*sign(x - 1)   x*sigmoid(x)   x*sigmoid(1.702*x)   x*tanh(softplus(x))
+min(x, 1)   max(min(x, 2), -3)   max(x, x**2/4 - 1)   where(x < 1, x, 2*x - 1)   x**3 - x/7   pi*x + e   gelu(x)
+where(x > 0, x, 1.6732632423543772*expm1(x))   silu(x)   exp(-x**2/2)   where(x**2 >= 2, exp(-x**2), x)   erf(x)
+log(1 + x**2)
+""")
+# No identity of `rewrite` covers these, and the check in floating point says so.
+REPORTED = ("soft_clipping", "colu", "soft_root_sign")
+FORMULAS = [*((one.name, one.text) for one in LITERATURE if one.name not in REPORTED), *((t, t) for t in PLAIN)]
+FAR = np.geomspace(2e-3, 1e4, 33)
+POINTS = np.concatenate([np.linspace(-12, 12, 97), FAR, -FAR, np.random.default_rng(0).uniform(-100, 100, 32)])
+# Three terms of order 1 leave 2/(3π|x|³) of its derivative far out, and no atom has their sum.
+CANCELS = {"calu": 1e-15}
 
 
-# the absolute error allowed where a formula itself cancels → formulas, three spaces apart
-VALUES = {
-    0.0: (
-        "x     +x    -x**2   2**3**2*x   1 - 2 - x   x/2/3   0.1*x   1e-3*x + .5   x**-3   1/(1 + x**2)"
-        "   x/(1 + abs(x))   sqrt(1 + x**2)   (1 + x**2)**0.3   2**-x   e**x   expm1(x)   log1p(x**2)"
-        "   tanh(x)   sigmoid(x)   softplus(x)   relu(x)   abs(x - 2)   x*sign(x - 1)   x*sigmoid(x)"
-        "   x*sigmoid(1.702*x)   x*tanh(softplus(x))   min(x, 1)   max(min(x, 2), -3)   max(x, x**2/4 - 1)"
-        "   where(x < 1, x, 2*x - 1)   where(x > 0, x, 1.6732632423543772*expm1(x))   silu(x)"
-    ),
-    1e-300: "exp(-x**2/2)   where(x**2 >= 2, exp(-x**2), x)",
-    1e-45: "erf(x)",
-    1e-16: "x**3 - x/7",
-    1e-15: "log(1 + x**2)",
-    1e-14: "pi*x + e   gelu(x)",
-}
-FORMULAS = [(text, atol) for atol, texts in VALUES.items() for text in texts.split("   ")]
+@pytest.mark.parametrize(("name", "text"), FORMULAS, ids=[name for name, _ in FORMULAS])
+def test_value_and_derivative(name, text):
+    """Beside the text itself, as Python evaluates it with mpmath's numbers: up to the rounding of x."""
+    activation, oracle = Activation.of(text), real(text)
+    for order, call in enumerate((activation.value, activation.derivative)):
+        at = POINTS + 0.017 * order  # beside corners
+        for point, found in zip(at.tolist(), call(at).tolist(), strict=True):
+            with MP.workdps(60):
+                true, slope = (MP.diff(oracle, MP.mpf(point), k) for k in (order, order + 1))
+                scale = abs(true) + abs(point * slope)
+            if scale < 1e300:
+                assert abs(found - true) <= 1e-12 * scale + CANCELS.get(name, 1e-37), (order, point, found)
 
 
-@pytest.mark.parametrize(("text", "atol"), FORMULAS, ids=[text for text, _ in FORMULAS])
-def test_value_and_derivative(text, atol):
-    """The oracle is the text itself, as Python evaluates it with mpmath's numbers and functions."""
-    formula, oracle = parse(text), real(text.strip())
-    points = [MP.mpf(float(point)) for point in POINTS]
-    values, derivatives = ([float(of(point)) for point in points] for of in (oracle, partial(MP.diff, oracle)))
-    np.testing.assert_allclose(evaluate(formula, POINTS), values, rtol=1e-12, atol=atol)
-    np.testing.assert_allclose(evaluate(formula.diff(x), POINTS), derivatives, rtol=1e-12, atol=10 * atol)
+@pytest.mark.parametrize("entry", [one for one in LITERATURE if one.name in REPORTED])
+def test_what_floating_point_fails_on_is_reported(entry):
+    assert "write it" in (problem(Activation.of(entry.text)) or "")
+
+
+def test_the_table_adds_to_the_catalog():
+    names = [entry.name for entry in LITERATURE]
+    assert len(names) == len(set(names)) >= 40
+    assert set(names) & set(CATALOG) == {"serf", "snake", "squareplus"}  # here as one types them
+    assert not {one.text for one in LITERATURE} & {one.filled(one.expression, {}) for one in CATALOG.values()}
 
 
 @pytest.mark.parametrize("name", CATALOG)
@@ -118,19 +131,19 @@ def test_arguments_of_activations_are_not_multiplied_out(text):
     assert Activation.of(text).value(at) == pytest.approx(values, rel=4 * 2.0**-52, abs=0.0)
 
 
-# ----------------------------------------------------------------------------------------------- refusals
-
 KNOWN = "unknown name"
 CHARACTER = "unexpected character"
 NESTED = f"nested deeper than {MAX_DEPTH}"
 # the reason → texts, three spaces apart
 REFUSALS: dict[str, str] = {
-    "Tuple is not part": "()   x, x",
+    "is not part of the language": (
+        "()   x, x   x.real   x.__class__   lambda: x   (x := 1)   x if x else x   [x]   [x for x in x]   {x: x}"
+        "   x[0]   x and x   not x   ~x   await x   ...   x // 2   x % 2   x @ x   x << 1   x | x   x & x"
+    ),
     KNOWN: "y   X   eval   x*__builtins__   print(x)   e(x)",
     "x is an argument, not a function": "x(x)",
     "exp is a function: write exp(...)": "exp",
     "where is a function": "x*where",
-    "Attribute is not part": "x.real   x.__class__",
     "only the functions of the language": "x.is_zero()   exp(x)(x)   (lambda: x)()",
     "exp takes 1 argument, got 0": "exp()",
     "exp takes 1 argument, got 2": "exp(x, x)",
@@ -138,24 +151,7 @@ REFUSALS: dict[str, str] = {
     "plain arguments": "exp(u=x)   exp(x, evaluate=0)   exp(*x)   exp(**x)",
     CHARACTER: "__import__('os')   'x'   f'{x}'   x # y   x;x   `x`   $x",
     "written **, not ^": "x^2",
-    "Lambda is not part": "lambda: x",
     "not a formula": "x := 1   x = 1   *x   import os   x x   2x   x +   (x   x)   x!",
-    "NamedExpr is not part": "(x := 1)",
-    "IfExp is not part": "x if x else x",
-    "List is not part": "[x]",
-    "ListComp is not part": "[x for x in x]",
-    "Dict is not part": "{x: x}",
-    "Subscript is not part": "x[0]",
-    "BoolOp is not part": "x and x",
-    "UnaryOp is not part": "not x   ~x",
-    "Await is not part": "await x",
-    "Constant is not part": "...",
-    "FloorDiv": "x // 2",
-    "Mod": "x % 2",
-    "MatMult": "x @ x",
-    "LShift": "x << 1",
-    "BitOr": "x | x",
-    "BitAnd": "x & x",
     "expected a number": "x + 1j   x + True   None",
     "belongs in where": "x > 0   x*(x > 0)   x in x   where(x > 0, x < 1, x)",
     "<, <=, > or >=": "where(x == 0, 1, x)   where(x is x, 1, x)",
@@ -179,6 +175,11 @@ REFUSALS: dict[str, str] = {
     "out of range": "0**-1   (-8)**(1/3)*x",
     "not a real number": "log(-1)   log(0)*x   log1p(-1)   sqrt(-1)*sqrt(-1)*x",
     "positive base": "(-2)**x   0**x",
+    "column 5: unknown": "x + y",
+    "column 3: unknown": "  y",
+    "column 8:": "x*(1 + 2**9999)",
+    "column 5:": "x + 'a'",
+    "column 6:": "  x +* 2",
 }
 ODD: dict[str, list[str]] = {
     "empty": ["", "   "],
@@ -196,18 +197,9 @@ ODD: dict[str, list[str]] = {
     ],
     "number is out of range": ["9" * 1900, "1" + "0" * 301],
 }
-TEXTS = [(text, reason) for reason, texts in REFUSALS.items() for text in texts.split("   ")]
-TEXTS += [(text, reason) for reason, texts in ODD.items() for text in texts]
-
-
-@pytest.mark.parametrize(("text", "reason"), TEXTS, ids=[ascii(text[:40]) for text, _ in TEXTS])
-def test_refusal(text, reason):
-    message = refused(parse, text, what="activation")
-    assert reason in message and message.startswith("activation")
 
 
 def test_what_was_read_is_read_again_by_its_own_variable() -> None:
-    """A formula that was read is remembered; one that was refused is refused again, in the new words."""
     assert parse("y*2", variable="y") == parse("x*2")
     assert parse("y*2", variable="y") == parse("x*2")
     with pytest.raises(UsageError, match=r"unknown name 'y'"):
@@ -222,17 +214,6 @@ def test_only_text_is_read(text):
     for call in (parse, partial(Activation, None)):
         with pytest.raises(UsageError, match="expected text, got"):
             call(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "column"), [("x + y", 5), ("  y", 3), ("x*(1 + 2**9999)", 8), ("x + 'a'", 5), ("  x +* 2", 6)]
-)
-def test_refusal_names_the_column(text, column):
-    with pytest.raises(UsageError, match=f"column {column}:"):
-        parse(text)
-
-
-# -------------------------------------------------------------------------------------------- activations
 
 
 # What float32 cannot hold, wherever a module would have it, and other reasons: texts, three spaces apart.
@@ -253,9 +234,16 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"), [(text, reason) for reason, texts in ACTIVATIONS.items() for text in texts.split("   ")]
-)
-def test_activation_refuses(text, reason):
-    message = refused(Activation.of, text)
-    assert reason in message and "activation" in message
+TEXTS = [(parse, text, reason) for reason, texts in ODD.items() for text in texts]
+TEXTS += [
+    (read, text, reason)
+    for read, table in ((parse, REFUSALS), (Activation.of, ACTIVATIONS))
+    for reason, texts in table.items()
+    for text in texts.split("   ")
+]
+
+
+@pytest.mark.parametrize(("read", "text", "reason"), TEXTS, ids=[ascii(text[:40]) for _, text, _ in TEXTS])
+def test_refusal(read, text, reason):
+    message = refused(read, text)
+    assert reason in message and ("activation" in message or read is parse)

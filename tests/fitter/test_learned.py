@@ -1,61 +1,48 @@
 """Formulas with learned parameters: their derivatives, their records, and the names that numbers can have."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import mpmath
 import numpy as np
 import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.catalog import LEARNED
+from tests.support.reals import MP, REAL
 
 AT = np.array([-1e4, -30.0, -3.3, -0.4, -1e-3, 1e-3, 0.3, 2.2, 30.0, 1e4])
 
 
-def sigmoid(u: mpmath.mpf) -> mpmath.mpf:
-    return 1 / (1 + mpmath.exp(-u))
-
-
-def softplus(u: mpmath.mpf) -> mpmath.mpf:
-    return mpmath.log(1 + mpmath.exp(u))
-
-
+SIGMOID, SOFTPLUS, TANH, ERF, EXPM1 = (REAL[name] for name in ("sigmoid", "softplus", "tanh", "erf", "expm1"))
 FORMULAS = {
-    "dyt": lambda x, a, g, b: g * mpmath.tanh(a * x) + b,
-    "derf": lambda x, a, s, g, b: g * mpmath.erf(a * x + s) + b,
+    "dyt": lambda x, a, g, b: g * TANH(a * x) + b,
+    "derf": lambda x, a, s, g, b: g * ERF(a * x + s) + b,
     "prelu": lambda x, w: x if x > 0 else w * x,
-    "swish_beta": lambda x, b: x * sigmoid(b * x),
+    "swish_beta": lambda x, b: x * SIGMOID(b * x),
     "xielu": lambda x, p, n: (
-        softplus(p) * x**2 + x / 2 if x > 0
-        else (softplus(n) + 0.5) * (mpmath.expm1(min(x, mpmath.mpf("-1e-6"))) - x) + x / 2
+        SOFTPLUS(p) * x**2 + x / 2 if x > 0 else (SOFTPLUS(n) + 0.5) * (EXPM1(min(x, MP.mpf("-1e-6"))) - x) + x / 2
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_values_and_derivatives(name: str) -> None:
-    """Against mpmath's differences at 60 digits, far out too."""
     formula = Learned.of(name, {})
-    with mpmath.workdps(60):
-        starts = [mpmath.mpf(repr(number.start)) for number in formula.numbers]
-        ours = [formula.formula, formula.derivative_formula, *formula.gradient_formulas]
-        for k, one in enumerate(ours):
+    with MP.workdps(60):
+        starts = [MP.mpf(repr(number.start)) for number in formula.numbers]
+        formulas = [formula.formula, formula.derivative_formula, *formula.gradient_formulas]
+        for k, ours in enumerate(formulas):
             order = tuple(int(i == k - 1) for i in range(len(starts) + 1))
-            found = formula.at_start(one, AT)
-            for x, value in zip(AT, found, strict=True):
-                at = (mpmath.mpf(float(x)), *starts)
-                true = mpmath.diff(FORMULAS[name], at, order) if k else FORMULAS[name](*at)
+            for x, value in zip(AT, formula.at_start(ours, AT), strict=True):
+                at = (MP.mpf(float(x)), *starts)
+                true = MP.diff(FORMULAS[name], at, order) if k else FORMULAS[name](*at)
                 assert value == pytest.approx(float(true), rel=1e-12, abs=1e-30)
 
 
 def test_a_quotient_of_exponentials_is_made_stable() -> None:
     formula = Learned.of("x/(1 + exp(-b*x))", {"b": (1.0, False)})
-    assert formula.formula == Learned.of("swish_beta", {}).formula.xreplace(
-        dict(zip(Learned.of("swish_beta", {}).symbols, formula.symbols, strict=True))
-    )
+    swish = Learned.of("swish_beta", {})
+    assert formula.formula == swish.formula.xreplace(dict(zip(swish.symbols, formula.symbols, strict=True)))
     for one in (formula.derivative_formula, *formula.gradient_formulas):
         assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
 

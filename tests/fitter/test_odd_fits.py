@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +15,26 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fitact.base import UsageError, literal, save
+from fitact.base import literal, save
 from fitact.fitter.plot import draw
 from fitact.fitter.records.reading import from_json
+from tests.support.refusals import refused
 from tests.support.rows import full
 
 FITS = Path(__file__).parents[2] / "generated" / "fits"
 SINGLE = float(np.float32(3e38))
 
 
-def step(**changes: Any) -> dict[str, Any]:
-    return json.loads((FITS / "tanh_fewbit3.json").read_text("utf-8")) | {
-        "name": "odd",
-        "bits": 1,
-        "even": False,
-        "borders": [0.5],
-        "levels": [0.25, 1.0],
-        **changes,
-    }
+def odd(shipped: str, **changes: Any) -> dict[str, Any]:
+    return json.loads((FITS / f"{shipped}.json").read_text("utf-8")) | {"name": "odd", **changes}
 
 
 def own(expression: str) -> dict[str, Any]:
     return {"name": None, "expression": expression}
 
 
-def inverted(**changes: Any) -> dict[str, Any]:
-    return json.loads((FITS / "gelu_inverted1.json").read_text("utf-8")) | {"name": "odd", **changes}
-
-
-def exact(expression: str, derivative: str) -> dict[str, Any]:
-    record = json.loads((FITS / "tanh_output.json").read_text("utf-8"))
-    return record | {"name": "odd", "activation": own(expression), "derivative": derivative}
-
-
+step = partial(odd, "tanh_fewbit3", bits=1, even=False, borders=[0.5], levels=[0.25, 1.0])
+inverted = partial(odd, "gelu_inverted1")
 ODD: dict[str, dict[str, Any]] = {
     **{
         f"objective {objective!r}": step(method="relumix", options={"objective": objective})
@@ -78,8 +66,8 @@ ODD: dict[str, dict[str, Any]] = {
         f"inverted on {domain}": inverted(domain=domain)
         for domain in ([1e6, 2e6], [-2e6, -1e6], [50.0, 61.0], [-3e38, -1e37], [-1e-300, 1e-300], [0.0, 3e38])
     },
-    "exact, huge": exact("exp(exp(x**2))", "1e300*y"),
-    "exact, nowhere": exact("log(x - 100)", "y"),
+    "exact, huge": odd("tanh_output", activation=own("exp(exp(x**2))"), derivative="1e300*y"),
+    "exact, nowhere": odd("tanh_output", activation=own("log(x - 100)"), derivative="y"),
 }
 
 
@@ -92,9 +80,6 @@ def test_odd(what: str, command: Callable[[str], tuple[int, str, str]]) -> None:
     assert command("plot odd.json") == (0, "wrote odd.png\n", "")
     pixels = matplotlib.image.imread("odd.png")
     assert 0.002 < np.mean(pixels[..., :3].min(axis=2) < 0.5) < 0.5, "lines on a light ground"
-
-
-# ----------------------------------------------------------------------------------------------------------- text
 
 
 def drawn(text: str, **style: Any) -> bytes:
@@ -118,8 +103,6 @@ def test_text_is_one_short_line(text: str, shown: str) -> None:
 
 
 def test_nothing_to_draw() -> None:
-    fit = from_json(json.dumps(step()))
-    with pytest.raises(UsageError, match="nothing to draw"):
-        draw([])
-    with pytest.raises(UsageError, match="format: expected png, svg or pdf, got 'jpeg'"):
-        draw([fit], "jpeg")
+    assert "nothing to draw" in refused(draw, [])
+    message = refused(draw, [from_json(json.dumps(step()))], "jpeg")
+    assert "format: expected png, svg or pdf, got 'jpeg'" in message

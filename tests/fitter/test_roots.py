@@ -1,7 +1,5 @@
 """Enclosures contain the values, the search finds every root, and exact values are exact."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -22,7 +20,6 @@ from tests.support.reals import MP, real
 
 
 def enclose(expr, low, high) -> tuple[np.ndarray, np.ndarray]:
-    """The enclosures on boxes, each end rounded outward to float64."""
     ends = [exact.enclose(expr, a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
     bottom, top = (np.array([float(pair[i]) for pair in ends]) for i in (0, 1))
     return np.nextafter(bottom, -np.inf), np.nextafter(top, np.inf)
@@ -57,7 +54,6 @@ def test_atoms_are_enclosed_and_tight(atom) -> None:
 
 @pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
 def test_values_are_those_of_the_definition(atom) -> None:
-    """To fifty digits and in float64; enclosures of points hold them."""
     rng = np.random.default_rng(2)
     at = np.concatenate([rng.normal(size=60) * 10.0 ** rng.integers(-8, 3, 60), [0.0, -40.0, 26.5, 700.0]])
     defined = real(f"{atom.__name__}(x)")
@@ -75,10 +71,8 @@ def test_values_are_those_of_the_definition(atom) -> None:
             assert bottom[i] <= true <= top[i]
             if abs(true) < 1e300 and not (atom is atoms.tan and abs(point) > 100):
                 # SciPy's erfc rounds u² before it takes exp(−u²)
-                assert (
-                    abs(found[i] - true)
-                    <= (2.0**-52 * (44 + (point**2 if atom is atoms.erfc else 0))) * abs(true) + 1e-290
-                )
+                roundings = 44 + (point**2 if atom is atoms.erfc else 0)
+                assert abs(found[i] - true) <= 2.0**-52 * roundings * abs(true) + 1e-290
 
 
 def test_random_formulas_are_enclosed() -> None:
@@ -180,7 +174,7 @@ def test_too_many_roots() -> None:
     [
         ("1 + erf(x/sqrt(2))", -12.0, lambda t: mpmath.erfc(-t / mpmath.sqrt(2))),
         ("log(1 + exp(x))", -50.0, lambda t: mpmath.log1p(mpmath.exp(t))),
-        ("log(1 + exp(x))", -150.0, lambda t: mpmath.log1p(mpmath.exp(t))),
+        ("log(1 + exp(x))", -264.75, lambda t: mpmath.log1p(mpmath.exp(t))),
         ("(exp(x) - exp(-x))/(exp(x) + exp(-x))", 1e4, mpmath.tanh),
         ("1 - cos(x)", 1e-30, lambda t: 2 * mpmath.sin(t / 2) ** 2),
         ("sin(x**20)", 100.0, lambda t: mpmath.sin(mpmath.mpf(100) ** 20)),

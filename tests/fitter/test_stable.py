@@ -1,7 +1,5 @@
 """Rewriting: the same values, by many digits, in a form that float32 evaluates at least as well."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,12 +1,9 @@
 """Weights from data: histograms, their texts, and the file of a calibration."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
 
-import mpmath
 import numpy as np
 import pytest
 from scipy import special, stats
@@ -25,44 +22,31 @@ MIXED = f"0.95*{THREE} + 0.05*student(3, 0.5, 2)"
 
 POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
 
-# --- densities
-
-
-def _student(t, freedom):
-    """The density of Student's t."""
-    beta = mpmath.beta(mpmath.mpf(1) / 2, mpmath.mpf(freedom) / 2)
-    return (1 + mpmath.mpf(t) ** 2 / freedom) ** (-(mpmath.mpf(freedom) + 1) / 2) / (mpmath.sqrt(freedom) * beta)
-
 
 ORACLES = {
-    "uniform": lambda t: 1,
-    "normal": mpmath.npdf,
-    "normal( -1.5 ,5e-1)": lambda t: mpmath.npdf(t, -1.5, 0.5),
-    "normal(+.5, 3.)": lambda t: mpmath.npdf(t, 0.5, 3),
-    "student": lambda t: _student(t, 3),
-    "student( 1.5 )": lambda t: _student(t, 1.5),
-    "student(4.5 ,-1.2, 3e-3)": lambda t: _student((t + 1.2) / 0.003, 4.5) / 0.003,
-    "student(1000,0,2)": lambda t: _student(t / 2, 1000) / 2,
-    "exp(-abs(x))": lambda t: mpmath.exp(-abs(t)),
+    "uniform": np.ones_like,
+    "normal": stats.norm.pdf,
+    "normal( -1.5 ,5e-1)": stats.norm(-1.5, 0.5).pdf,
+    "normal(+.5, 3.)": stats.norm(0.5, 3).pdf,
+    "student": stats.t(3).pdf,
+    "student( 1.5 )": stats.t(1.5).pdf,
+    "student(4.5 ,-1.2, 3e-3)": stats.t(4.5, -1.2, 0.003).pdf,
+    "student(1000,0,2)": stats.t(1000, 0, 2).pdf,
+    "exp(-abs(x))": lambda t: np.exp(-abs(t)),
 }
 
 
 @pytest.mark.parametrize("text", ORACLES)
 def test_weight(text):
-    expected = [float(ORACLES[text](mpmath.mpf(float(point)))) for point in POINTS]
-    np.testing.assert_allclose(Weight(text)(POINTS), expected, rtol=1e-11, atol=1e-300)
+    np.testing.assert_allclose(Weight(text)(POINTS), ORACLES[text](POINTS), rtol=1e-11, atol=1e-300)
 
 
 @pytest.mark.parametrize("freedom", [0.5, 3, 40])
 @pytest.mark.parametrize(("mean", "scale"), [(0, 1), (-1.3, 0.01), (5, 1e-6), (63, 30)])
 def test_mass_of_students_density(freedom, mean, scale):
-    """Both its narrow middle and its heavy tails."""
     low, high = ((end - mean) / scale for end in (-64, 64))
     expected = special.stdtr(freedom, high) - special.stdtr(freedom, low)
     assert Weight(f"student({freedom}, {mean}, {scale})").mass(-64.0, 64.0) == pytest.approx(expected, rel=1e-9)
-
-
-# --- histograms
 
 
 def test_density() -> None:
@@ -75,10 +59,8 @@ def test_density() -> None:
 
 @pytest.mark.parametrize("domain", [(-10.0, 10.0), (-1.0, 0.5), (-64.0, 64.0), (0.25, 5.0)])
 def test_mass(domain: tuple[float, float]) -> None:
-    edges, masses = [-2, -0.5, 0.25, 3], [0, 1 / 8, 5 / 8, 1]
-    inner = np.interp(domain[1], edges, masses) - np.interp(domain[0], edges, masses)
-    tail = stats.t(3, 0.5, 2)
-    expected = 0.95 * inner + 0.05 * (tail.cdf(domain[1]) - tail.cdf(domain[0]))
+    inner, tail = np.diff(np.interp(domain, [-2, -0.5, 0.25, 3], [0, 1 / 8, 5 / 8, 1])), stats.t(3, 0.5, 2)
+    expected = 0.95 * inner[0] + 0.05 * np.diff(tail.cdf(domain))[0]
     assert Weight(MIXED).mass(*domain) == pytest.approx(expected, rel=1e-9)
 
 
@@ -97,37 +79,25 @@ REFUSED: dict[str, str] = {
     "unknown name": "gauss   Normal   uniform(0, 1)",
     "normal(mean, deviation)": "normal(0)   normal(0, 1, 2)   normal(x, 1)   normal()   normal + 1",
     "deviation above 0": "normal(0, 0)   normal(0, -1)",
-    "student(freedom, mean, scale)": (
-        "student()   student(3, 0)   student(3, 0, 1, 2)   student(x)   student + 1   students"
-    ),
+    "student(freedom, mean, scale)": "student()   student(3, 0)   student(3, 0, 1, 2)   student(x)   student + 1",
     "degrees of freedom above 0": "student(0)   student(-1)   0.9*histogram(0, 1; 1) + 0.1*student(0)",
     "up to 1000": "student(1001)   student(1e999)",
     "a scale above 0": "student(3, 0, 0)",
     "a finite mean": "student(3, 1e999, 1)",
-    "finite mean": "normal(1e999, 1)",
-    "deviation": "normal(0, 1e999)",
     "out of range": "normal(0, 1e308)   10**10**10",
     "belongs in where": "x > 0",
-    "unexpected character": "__import__('os')",
     "expected histogram(edges; masses)": "histogram   histogram()   histogram(0, 1, 2)   histogram(0, 1; 1; 2)",
     "expected a number, got ''": "histogram(;)   histogram(0, 1; )",
     "edges one more, got 2 masses and 2 edges": "histogram(0, 1; 1, 2)",
-    "edges one more, got 1 masses and 3 edges": "histogram(0, 1, 2; 1)",
     "edge 1: expected more than edge 0, 0.0, got 0.0": "histogram(0, 0; 1)",
     "edge 2: expected more than edge 1": "histogram(0, 2, 1; 1, 1)",
     "expected a number, got 'nan'": "histogram(nan, 1; 1)",
-    "expected a number, got '-inf'": "histogram(-inf, 1; 1)",
     "expected a mass above 0": "histogram(0, 1; 0)",
     "mass 0: expected a number, 0 to 1e+30, got -1.0": "histogram(0, 1; -1)",
-    "mass 0: expected a number, 0 to 1e+30, got inf": "histogram(0, 1; 1e999)",
     "edge 1: expected a number, at most 1e+30 in size": "histogram(0, 1e31; 1)",
     "expected a number, got '1_0'": "histogram(0, 1_0; 1)",
-    "expected a number, got 'x'": "histogram(0, x; 1)",
     "expected histogram(edges; masses) or": "histogram(0, __import__('os'); 1)",
-    "or A*histogram(...) + B*student(...)": (
-        "histogram(0, 1; 1) + 1   histogram(0, 1; 1) + 0.05*normal   1 + histogram(0, 1; 1)"
-    ),
-    "expected shares above 0 and up to 1, got 0.0": "0*histogram(0, 1; 1)",
+    "or A*histogram(...) + B*student(...)": "histogram(0, 1; 1) + 1   histogram(0, 1; 1) + 0.05*normal",
     "expected shares above 0 and up to 1, got 2.0": "2*histogram(0, 1; 1)",
     "expected shares above 0 and up to 1, got 0.9 and inf": "0.9*histogram(0, 1; 1) + 1e999*student",
 }
@@ -151,9 +121,6 @@ def test_refused(text: str, reason: str) -> None:
         message = refused(Weight, text)
     assert message.startswith("weight")
     assert reason in message
-
-
-# --- from counts
 
 
 def fine(x: np.ndarray[Any, Any], width: float = 1 / 64) -> tuple[list[float], list[int]]:
@@ -187,7 +154,6 @@ def test_few_numbers_make_few_cells(count: int, cells: int) -> None:
 
 
 def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
-    """Zeros of padding."""
     found = of_counts(*fine(np.concatenate([np.zeros(3000), np.random.default_rng(0).normal(0, 1, 7000)]), 1e-3))
     i = found.edges.index(0.0)
     assert found.edges[i + 1] == pytest.approx(1e-3) and 3000 <= found.masses[i] < 3010
@@ -196,7 +162,6 @@ def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
 @pytest.mark.parametrize("light", [1, 100, 3000])
 @pytest.mark.parametrize("values", [1, 2, 16, 60, 64, 65, 110, 128, 500])
 def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
-    """Some are frequent, others on both sides of them are not."""
     counts = np.ones(2000 + 3 * values, dtype=np.int64)
     counts[1000 : 1000 + 3 * values : 3] = light
     found = of_counts(np.arange(len(counts) + 1).tolist(), counts.tolist())
@@ -207,19 +172,10 @@ def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
         assert np.count_nonzero(shares == 3000) == values
 
 
-# --- fits
-
-
 def calibrated(x: np.ndarray[Any, Any]) -> Site:
-    return site(
-        "act",
-        "gelu",
-        left_out=0,
-        mean=float(x.mean()),
-        deviation=float(x.std()),
-        extremes=(float(x.min()), float(x.max())),
-        cells=fine(x, 1 / 128),
-    )
+    extremes = float(x.min()), float(x.max())
+    moments = {"mean": float(x.mean()), "deviation": float(x.std())}
+    return site("act", "gelu", left_out=0, extremes=extremes, cells=fine(x, 1 / 128), **moments)
 
 
 SAMPLE = np.random.default_rng(1).normal(-0.7, 1.3, 200_000)
@@ -254,9 +210,6 @@ def test_one_value_can_be_fitted(x: np.ndarray[Any, Any]) -> None:
     fit = fewbit.fit(Activation.of("gelu"), 2, "a", weight=calibrated(x).weight)
     expected = float(Activation.of("gelu").derivative(x[:1])[0])
     assert fit(x[:1])[0] == pytest.approx(expected, abs=0.01)
-
-
-# --- the file
 
 
 def test_the_weight_of_a_site() -> None:

@@ -3,9 +3,8 @@
 Each case comes from the seed and its number alone, so a failure can be had again.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import json
 import random
 import resource
@@ -58,7 +57,6 @@ CHECKS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], None], f
 
 
 def main() -> int:
-    """Fuzz, and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -67,29 +65,27 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kept = json.loads(CASES.read_text("utf-8"))
     done: Counter[str] = Counter()
-    longest = dict.fromkeys(CHECKS, (0.0, ""))
     failed: set[str] = set()
-    end, number = time.monotonic() + options.seconds, 0
-    while time.monotonic() < end:
+    end, longest = time.monotonic() + options.seconds, (0.0, "", "")
+    for number in itertools.count():
+        if time.monotonic() > end:
+            break
         chance = random.Random(f"{options.seed}/{number}")
         name = chance.choices([*CHECKS], [weight for *_, weight in CHECKS.values()])[0]
         make, check, _ = CHECKS[name]
         case = make(chance)
         began = time.process_time()
         told = failure(check, case)
-        longest[name] = max(longest[name], (time.process_time() - began, str(case)[:150]))
+        longest = max(longest, (time.process_time() - began, name, str(case)[:150]))
         done[name] += 1
-        number += 1
-        if told is None or told.partition(":")[0] in failed:
-            continue
-        failed.add(told.partition(":")[0])
-        print(f"seed {options.seed}, case {number - 1}, {name}: {told}\n  {str(case)!a:.2000}", flush=True)
-        kept.setdefault(name, []).append(case)
+        if told and (kind := told.partition(":")[0]) not in failed:
+            failed.add(kind)
+            print(f"seed {options.seed}, case {number}, {name}: {told}\n  {str(case)!a:.2000}", flush=True)
+            kept.setdefault(name, []).append(case)
     if failed:
         CASES.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
-    print(f"{number} cases from seed {options.seed}: {dict(done)}; {len(failed)} kinds of failure")
-    for name, (seconds, case) in longest.items():
-        print(f"  longest {name}: {seconds:.1f} s of processor time: {case!a}")
+    print(f"{done.total()} cases from seed {options.seed}: {dict(done)}; {len(failed)} kinds of failure")
+    print("longest, with its seconds of processor time: {:.1f} {} {!a}".format(*longest))
     return bool(failed)
 
 

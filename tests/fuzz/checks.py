@@ -1,7 +1,5 @@
 """What must hold of every case: each check returns quietly, or fails with whatever was raised."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random
@@ -86,7 +84,6 @@ def check_formula(text: str) -> None:
 
 
 def check_gate(text: str) -> None:
-    """Check that a gate is written, read and generated, or refused."""
     gate = answered(lambda: Gate.of(text))
     if gate is not None:
         check_fit(make("gate_recompute", gate, "a"))
@@ -128,7 +125,6 @@ def check_command(words: list[str]) -> None:
 
 
 def points(count: int, seed: int = 0) -> Array:
-    """Return float32 numbers: most near 0, some far out."""
     chance = random.Random(seed)
     near = [chance.gauss(0, 3) for _ in range(count * 7 // 10)]
     far = [chance.choice((-1, 1)) * 10.0 ** chance.uniform(-6, 6) for _ in range(count * 3 // 10)]

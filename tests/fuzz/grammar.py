@@ -1,7 +1,5 @@
 """A grammar of formulas, gates, options and fits, and changes of them; all from one random generator."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -37,7 +35,6 @@ FORMS: dict[str, float] = {
 
 
 def filled(form: str, parts: Iterator[str]) -> str:
-    """Return a form with parts in its places."""
     return re.sub("@", lambda _: next(parts), form)
 
 
@@ -102,7 +99,6 @@ ODD = [
 
 
 def text(chance: random.Random) -> str:
-    """Return a text that is nearly a formula, or none at all."""
     kind = chance.random()
     if kind < 0.3:
         return "".join(chance.choices([*LETTERS, *ODD * (kind < 0.1)], k=chance.randint(0, 60)))
@@ -138,7 +134,6 @@ VALUES = {
 
 
 def command(chance: random.Random) -> list[str]:
-    """Return the arguments of a command `fitact fit` or `fitact show`."""
     texts = [chance.choice([*CATALOG]), formula(chance), gate(chance), text(chance).replace("\0", "")]
     what = chance.choices(texts, [3, 3, 2, 1])[0].encode(errors="replace").decode()
     if chance.random() < 0.2:
@@ -183,7 +178,6 @@ def written(record: object) -> str:
 
 
 def containers(record: object) -> Iterator[Any]:
-    """Go through the objects and lists of a record that hold something, itself first."""
     if isinstance(record, dict | list) and record:
         yield record
         for item in record.values() if isinstance(record, dict) else record:

@@ -6,8 +6,6 @@ kind, not each time. Tensors of one shape share it, so two of them need no broad
 And it rounds to bfloat16, as a GPU does, where Triton's truncates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -33,7 +31,6 @@ _shaped: dict[str, dict[str, Any]] = {}  # by the name of a type, which has its 
 
 @cache
 def _languages(function: FunctionType) -> tuple[ModuleType, ...]:
-    """The modules that the interpreter prepares for a function."""
     known = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
     return tuple(module for module in known if module in (tl, tl.core))
 
@@ -88,7 +85,6 @@ def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def _broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
-    """Return two tensors of one shape as they are."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 

@@ -1,8 +1,8 @@
-"""Few-Bit fits against published figures, brute force, quadrature by SciPy and random restarts."""
+"""Few-Bit fits against published figures, quadrature by SciPy and random restarts."""
 
 import json
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,9 @@ from scipy import optimize, special
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import relumix
 from fitact.fitter.methods.fewbit import fit
-from fitact.fitter.numerics.moments import Moments
-from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from tests.support.curves import CURVES, Curve, step_errors
-from tests.support.refusals import refused
+from tests.support.refusals import refused, within
 from tests.support.rows import full
 
 # Fits on odd domains, and of few levels, warn: tests/fitter/test_catalog.py has what they say.
@@ -28,8 +26,6 @@ OPTIMUM = json.loads((REFERENCE / "fewbit_optimum.json").read_text())
 BITS = (1, 2, 3, 4)
 DOMAIN = (-10.0, 10.0)
 
-
-# --- the oracle: f and f′ in NumPy and SciPy
 
 # beyond the catalog: f′ with two minima, and f′ that jumps between two curved pieces
 OWN = {"bump": "x*exp(-x*x)", "bend": "where(x > 1, x + sigmoid(x) - sigmoid(1), x*x)"}
@@ -64,12 +60,6 @@ WEIGHTS = {
     "where(x > 0, 1, 0)": (lambda x: np.where(x > 0, 1.0, 0.0), (0.0,)),
     "where(abs(x) > 1, 1, 0)": (lambda x: np.where(np.abs(x) > 1, 1.0, 0.0), (-1.0, 1.0)),
 }
-PLAIN = [(name, "uniform") for name in SMOOTH]
-WEIGHTED = [
-    (name, weight) for name in ("gelu", "selu", "hardswish", "tanh") for weight in ("normal(0,1)", "exp(x/4)")
-]
-
-
 QUICK = ("bend", "gelu", "hardswish", "relu", "selu", "tanh")
 
 
@@ -158,9 +148,6 @@ def polish(name, borders, pinned=(), domain=DOMAIN, weight="uniform", *, rough=F
     return found.fun, found.x
 
 
-# --- published figures
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", cases([name] for name in sorted({*TABLE1["rows"], *OPTIMUM["rows"]})))
 def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
@@ -172,9 +159,6 @@ def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
         assert found.error["objective"] <= (row["optimum_even"] or row["optimum"])[bits - 1] * (1 + 1e-6)
     if bits == 3 and name in OPTIMUM["continuous_optimum_3bit"]:
         assert found.error["objective"] == pytest.approx(OPTIMUM["continuous_optimum_3bit"][name], rel=1e-9)
-
-
-# --- the stated error
 
 
 @pytest.mark.parametrize(
@@ -209,52 +193,14 @@ def test_a_mixture_states_the_errors_of_its_numbers(name, objective):
     assert mixture.error == pytest.approx({**expected, "rms": expected["rms"]}, rel=1e-7)
 
 
-# --- the programme and the refinement
-
-
-def moments_of(name, domain, weight, cells):
-    activation, w = Activation.of(text(name)), Weight(weight)
-    breakpoints = np.union1d(activation.switch_points(*domain), w.breakpoints(*domain))
-    return activation, breakpoints, Moments(activation.derivative, w, *domain, breakpoints, cells)
-
-
-SMALL = [
-    *((name, DOMAIN, "uniform") for name in ("gelu", "silu", "mish", "softplus", "selu", "hardswish")),
-    ("bump", (-3.0, 3.0), "uniform"),
-    ("bend", (-2.0, 3.0), "uniform"),
-    ("gelu", (-3.0, 4.0), "normal(0,1)"),
-    ("silu", DOMAIN, "exp(x/4)"),
-    ("silu", DOMAIN, "where(x > 0, 1, 0)"),
-    ("selu", (-4.0, 2.0), "where(x > 0, 1, 0)"),
-    ("bump", (-3.0, 3.0), "where(abs(x) > 1, 1, 0)"),
-]
-
-
-@pytest.mark.parametrize("levels", [2, 3, 4, 5])
-@pytest.mark.parametrize("cells", [9, 12])
-@pytest.mark.parametrize(("name", "domain", "weight"), SMALL)
-def test_dp_borders_equal_brute_force(name, domain, weight, cells, levels):
-    grid = (moments := moments_of(name, domain, weight, cells)[2]).grid
-    n = len(grid) - 1
-    cost = {(j, i): best_loss(name, grid[[j, i]], weight)[0] for i in range(n + 1) for j in range(i)}
-
-    def total(inner):
-        return sum(cost[pair] for pair in pairwise([0, *inner, n]))
-
-    borders = dp_borders(moments, levels)
-    chosen = np.searchsorted(grid, borders)
-    assert n >= cells
-    assert len(borders) == levels - 1
-    np.testing.assert_array_equal(grid[chosen], borders)
-    least = min(map(total, combinations(range(1, n), levels - 1)))
-    assert total(chosen) == pytest.approx(least, rel=1e-10, abs=1e-14)
-
-
 @pytest.mark.parametrize(
     ("name", "weight", "bits"),
     [
-        *cases((*row, bits) for row in PLAIN for bits in BITS),
-        *full(((*row, bits) for row in WEIGHTED for bits in BITS), lambda row: row[2] == 3),
+        *cases((name, "uniform", bits) for name in SMOOTH for bits in BITS),
+        *full(
+            product(("gelu", "selu", "hardswish", "tanh"), ("normal(0,1)", "exp(x/4)"), BITS),
+            lambda row: row[2] == 3,
+        ),
     ],
 )
 def test_borders_are_where_the_derivative_is_midway(name, weight, bits):
@@ -283,7 +229,6 @@ RESTARTED = [
 
 @pytest.mark.parametrize(("name", "bits", "domain", "weight"), full(RESTARTED, RESTARTED[:-2:2]))
 def test_no_random_restart_is_better(name, bits, domain, weight):
-    """By L-BFGS from borders where f′ or w lives."""
     a_fit = fitted(name, bits, domain, weight)
     low, high = domain = (0.0 if a_fit.even else domain[0], domain[1])
     centre, unit = NARROW.get(weight, (0, 1))
@@ -305,9 +250,6 @@ def test_no_random_restart_is_better(name, bits, domain, weight):
     assert stated == pytest.approx(least, rel=max(slack, 1e-6))  # the restarts do find the optimum
 
 
-# --- symmetry
-
-
 @pytest.mark.parametrize(
     ("name", "domain", "weight", "even"),
     [
@@ -318,7 +260,6 @@ def test_no_random_restart_is_better(name, bits, domain, weight):
     ],
 )
 def test_even_needs_a_symmetric_derivative_and_domain(name, domain, weight, even):
-    """Then all levels are on one half, whose optimum the reference has."""
     a_fit = fitted(name, 2, domain, weight)
     assert (a_fit.even, len(a_fit.borders)) == (even, 3)
     at = np.linspace(-12, 12, 1001)
@@ -354,22 +295,6 @@ def test_a_step_function_of_x_is_taken_where_it_is_better():
     assert a_fit.error["objective"] == pytest.approx(loss, rel=1e-6)
 
 
-# --- breakpoints
-
-
-@pytest.fixture
-def bounded(monkeypatch):
-    """Make a fit that does not end fail instead."""
-    calls = iter(range(500))
-    derivative = Activation.derivative
-
-    def counted(self, at):
-        assert next(calls, None) is not None, "the fit does not end"
-        return derivative(self, at)
-
-    monkeypatch.setattr(Activation, "derivative", counted)
-
-
 # formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to; min and max
 # with a number are clamps, whose gradient PyTorch passes at the bound too
 STEPS = [
@@ -387,10 +312,10 @@ STEPS = [
 ]
 
 
-@pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize(("formula", "bits", "levels", "breaks"), STEPS)
 def test_a_step_derivative_is_exact_for_every_float32(formula, bits, levels, breaks):
-    a_fit = fit(Activation.of(formula), bits, "a_fit")
+    with within(60):
+        a_fit = fit(Activation.of(formula), bits, "a_fit")
     edges = [-10.0, *breaks, 10.0]
     for (left, right), level in zip(pairwise(np.float32(edges)), levels, strict=True):
         up, down = np.float32(np.inf), np.float32(-np.inf)
@@ -411,9 +336,6 @@ def test_a_step_derivative_is_exact_for_every_float32(formula, bits, levels, bre
     assert a_fit.error["objective"] <= 20 * rounding**2 * (1 + 1e-9)
     assert a_fit.error["primitive_max"] <= 20 * rounding * (1 + 1e-9)
     assert len(breaks) == len(levels) - 1
-
-
-# --- refusals
 
 
 REFUSED = [
@@ -442,12 +364,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize(("formula", "domain", "weight", "culprit"), REFUSED)
 def test_refuses_in_one_line(formula, domain, weight, culprit):
-    assert culprit in refused(
-        lambda: fit(Activation.of(formula), 2, "a_fit", domain=domain, weight=Weight(weight))
-    )
+    with within(60):
+        message = refused(lambda: fit(Activation.of(formula), 2, "a_fit", domain=domain, weight=Weight(weight)))
+    assert culprit in message
 
 
 @pytest.mark.parametrize("at", [7.123, -3.3])

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import optimize, special
+from scipy import optimize
 
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import relumix
 from tests.support.curves import ALPHA, CURVES, LAMBDA, quad
+from tests.support.reals import MP, real
 from tests.support.refusals import refused
 from tests.support.rows import full
 
@@ -26,78 +28,46 @@ EDGE = 38.2277  # the paper's half-width
 OBJECTIVES = ("primitive", "derivative")
 
 
-# --- the oracle: f and f′ in NumPy and SciPy, and how far f is from the line on either side
+RAMP = (0.0, 0.0), (1.0, 0.0)  # the lines on either side: slope, intercept
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """The fitter's formula; f and f′; the lines (slope, intercept); f minus either line, accurate on its side."""
+    """A formula of the fitter and of mpmath; f and f′ in NumPy; the lines; where f′ has a break."""
 
     text: str
     value: Callable
     derivative: Callable
-    left: tuple[float, float]
-    right: tuple[float, float]
-    off_left: Callable
-    off_right: Callable
+    left: tuple[float, float] = RAMP[0]
+    right: tuple[float, float] = RAMP[1]
     breaks: tuple = ()
 
+    def off(self, line):
+        """f minus a line, which many digits tell from it."""
+        function = real(self.text)
 
-def known(name, left, right, off_right=None, off_left=None, text=None):
-    """The oracle of a curve; by default it subtracts the lines as they are, good to 1e-15 of them."""
+        def difference(x):
+            with MP.workdps(40):
+                return float(function(MP.mpf(float(x))) - line[0] * MP.mpf(float(x)) - line[1])
+
+        return difference
+
+
+def known(name, text, *lines):
     curve = CURVES[name]
-    off_left = off_left or (lambda x: curve.value(x) - left[0] * x - left[1])
-    off_right = off_right or (lambda x: curve.value(x) - right[0] * x - right[1])
-    breaks = curve.jumps + curve.corners
-    return Oracle(text or name, curve.value, curve.derivative, left, right, off_left, off_right, breaks)
+    return Oracle(text, curve.value, curve.derivative, *lines, breaks=curve.jumps + curve.corners)
 
 
-def elu(name, scale, alpha):
-    return known(
-        name,
-        (0.0, -scale * alpha),
-        (scale, 0.0),
-        lambda x: scale * np.where(x > 0, 0.0, alpha * np.expm1(np.minimum(x, 0)) - x),
-        lambda x: scale * np.where(x > 0, x + alpha, alpha * np.exp(np.minimum(x, 0))),
-    )
-
-
-RAMP = (0.0, 0.0), (1.0, 0.0)
+SIGMOIDAL = (0.0, -1.0), (0.0, 1.0)
 ORACLES = {
-    "elu": elu("elu", 1.0, 1.0),
-    "selu": elu("selu", LAMBDA, ALPHA),
-    "gelu": known("gelu", *RAMP, lambda x: -x * special.ndtr(-x)),
-    "silu": known("silu", *RAMP, lambda x: -x * special.expit(-x)),
-    "mish": known("mish", *RAMP, lambda x: -2 * x * special.expit(-2 * np.logaddexp(0, x))),
-    "tanh": known(
-        "tanh", (0.0, -1.0), (0.0, 1.0), lambda x: -2 * special.expit(-2 * x), lambda x: 2 * special.expit(2 * x)
-    ),
-    "sigmoid": known("sigmoid", (0.0, 0.0), (0.0, 1.0), lambda x: -special.expit(-x)),
-    "softplus": known("softplus", *RAMP, lambda x: np.logaddexp(0, -x)),
-    "hardswish": known("hardswish", *RAMP),
-    # algebraic tails
-    "softsign": known(
-        "softsign",
-        (0.0, -1.0),
-        (0.0, 1.0),
-        lambda x: -np.where(x > 0, 1 / (1 + np.abs(x)), 1 - x / (1 + np.abs(x))),
-        lambda x: np.where(x < 0, 1 / (1 + np.abs(x)), 1 + x / (1 + np.abs(x))),
-    ),
-    "atan": known(
-        "atan",
-        (0.0, -np.pi / 2),
-        (0.0, np.pi / 2),
-        lambda x: -np.arctan2(1.0, x),
-        lambda x: np.arctan2(1.0, -x),
-        "atan(x)",
-    ),
-    "squareplus": known(
-        "squareplus",
-        *RAMP,
-        lambda x: np.where(x > 0, 2 / (np.hypot(x, 2) + np.abs(x)), (np.hypot(x, 2) - x) / 2),
-        lambda x: np.where(x < 0, 2 / (np.hypot(x, 2) + np.abs(x)), (x + np.hypot(x, 2)) / 2),
-        "squareplus(x)",
-    ),
+    "elu": known("elu", "elu(x)", (0.0, -1.0), (1.0, 0.0)),
+    "selu": known("selu", f"{LAMBDA!r}*elu(x, {ALPHA!r})", (0.0, -LAMBDA * ALPHA), (LAMBDA, 0.0)),
+    **{name: known(name, f"{name}(x)") for name in ("gelu", "silu", "softplus", "squareplus")},
+    "mish": known("mish", "x*tanh(softplus(x))"),
+    "hardswish": known("hardswish", "x*relu6(x + 3)/6"),
+    "sigmoid": known("sigmoid", "sigmoid(x)", (0.0, 0.0), (0.0, 1.0)),
+    **{name: known(name, f"{name}(x)", *SIGMOIDAL) for name in ("tanh", "softsign")},
+    "atan": known("atan", "atan(x)", (0.0, -np.pi / 2), (0.0, np.pi / 2)),
 }
 SEARCHED = tuple(sorted(BEST))
 ALGEBRAIC = ("atan", "softsign", "squareplus")
@@ -112,13 +82,12 @@ def cases(names, widths, quick):
 
 
 def bridged(name):
-    """Whether one ReLU can lead from one asymptote to the other: they are not parallel."""
     return ORACLES[name].left[0] != ORACLES[name].right[0]
 
 
 @cache
 def activation(name):
-    return Activation.of(ORACLES[name].text if name in ORACLES else name)
+    return Activation.of(name if name in CATALOG else ORACLES[name].text)
 
 
 @cache
@@ -127,7 +96,6 @@ def mixed(name, bits, objective="primitive", restarts=relumix.RESTARTS, seed=0):
 
 
 def line_through(oracle, knots, slopes):
-    """The broken line that leaves the left asymptote at the first knot."""
     m, b = oracle.left
     weights = np.diff(slopes)
     return lambda x: m * x + b + np.maximum(np.asarray(x)[..., None] - knots, 0) @ weights
@@ -144,18 +112,21 @@ def distance(oracle, knots, slopes, objective="primitive"):
     right = [last, *np.union1d(last + _STEPS, cuts[cuts > last]), np.inf]
     inside = np.union1d(knots, cuts[(first < cuts) & (cuts < last)])
     if objective == "primitive":
-        line = line_through(oracle, knots, slopes)
-        before, after, between = oracle.off_left, oracle.off_right, lambda x, _: oracle.value(x) - line(x)
-    else:
-        before, after, between = (
-            *((lambda x, m=m: oracle.derivative(x) - m) for m in (slopes[0], slopes[-1])),
-            lambda x, middle: oracle.derivative(x) - slopes[np.searchsorted(knots, middle)],
+        line, before, after = (
+            line_through(oracle, knots, slopes),
+            oracle.off(oracle.left),
+            oracle.off(oracle.right),
         )
+    else:
+        before, after = ((lambda x, m=m: oracle.derivative(x) - m) for m in (slopes[0], slopes[-1]))
+
+    def between(x, middle):
+        if objective == "primitive":
+            return oracle.value(x) - line(x)
+        return oracle.derivative(x) - slopes[np.searchsorted(knots, middle)]
+
     pieces = [((lambda x, m=(a + b) / 2: between(x, m)), [a, b]) for a, b in pairwise(inside)]
     return sum(quad(lambda x, f=f: f(x) ** 2, points) for f, points in [(before, left), *pieces, (after, right)])
-
-
-# --- published figures and the long search
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -189,7 +160,8 @@ LONGER = [
 
 @pytest.mark.parametrize(("name", "bits"), full(LONGER, lambda row: row[0] in LONG[row[1]][1]))
 def test_as_good_as_a_long_search(name, bits):
-    assert mixed(name, bits).objective <= BEST[name][str(bits)] * (1 + LONG[bits][0])
+    near = 1e-7 if bits == 2 and name not in ALGEBRAIC else LONG[bits][0]
+    assert mixed(name, bits).objective <= BEST[name][str(bits)] * (1 + near)
 
 
 @pytest.mark.full
@@ -199,12 +171,8 @@ def test_any_seed_finds_the_optimum(name, bits):
     assert worst <= BEST[name][str(bits)] * (1 + LONG[bits][0])
 
 
-# --- the objective
-
-
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC[1:])))
 def test_states_the_distance_over_all_reals_and_ends_on_both_asymptotes(name, bits):
-    """One ReLU bends where they meet."""
     oracle, found = ORACLES[name], mixed(name, bits)
     assert found.objective == pytest.approx(distance(oracle, found.knots, found.slopes), rel=1e-8)
     (m0, b0), (m1, b1) = oracle.left, oracle.right
@@ -238,44 +206,32 @@ def test_states_the_distance_of_derivatives_with_levels_that_are_means(name, bit
     assert oracle.derivative(found.knots)[smooth] == pytest.approx(middle[smooth], rel=0, abs=2.0**-24)
 
 
-def evolved(name, objective):
-    """Three knots by SciPy's differential evolution, with the best slopes for them; integrals on a fixed grid."""
+def evolved(name):
+    """Three knots by SciPy's differential evolution, with the means of f′ between; integrals on a fixed grid."""
     oracle = ORACLES[name]
-    (m0, b0), (m1, b1) = oracle.left, oracle.right
     nodes, weights = np.polynomial.legendre.leggauss(20)
     edges = np.unique([*np.linspace(-48, 48, 193), *oracle.breaks])
     half = np.diff(edges)[:, None] / 2
     x, w = (edges[:-1, None] + half * (nodes + 1)).ravel(), (half * weights).ravel()
-    target = (oracle.value if objective == "primitive" else oracle.derivative)(x)
+    target = oracle.derivative(x)
 
     def fitted(knots):
         knots = np.sort(knots) + np.array([0, 1e-6, 2e-6])
         piece = np.searchsorted(knots, x)
-        if objective == "derivative":
-            means = np.bincount(piece, w * target, 4) / np.maximum(np.bincount(piece, w, 4), 1e-9)
-            slopes = np.array([m0, *means[1:3], m1])
-            return (w * (target - slopes[piece]) ** 2).sum(), knots, slopes
-        points = [-48, *knots, 48]
-        ends = [b0 - 48 * m0, b0 + m0 * knots[0], 0, b1 + m1 * knots[2], b1 + 48 * m1]
-        hat, off = np.interp(x, points, [0, 0, 1, 0, 0]), target - np.interp(x, points, ends)
-        ends[2] = (w * hat * off).sum() / max((w * hat * hat).sum(), 1e-9)
-        return (w * (off - ends[2] * hat) ** 2).sum(), knots, np.diff(ends) / np.diff(points)
+        means = np.bincount(piece, w * target, 4) / np.maximum(np.bincount(piece, w, 4), 1e-9)
+        slopes = np.array([oracle.left[0], *means[1:3], oracle.right[0]])
+        return (w * (target - slopes[piece]) ** 2).sum(), knots, slopes
 
     found = optimize.differential_evolution(lambda knots: fitted(knots)[0], [(-8, 8)] * 3, rng=0, tol=1e-9)
     return fitted(found.x)[1:]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", full([name for name in SEARCHED if name not in ALGEBRAIC], ("gelu", "elu")))
-def test_evolution_of_three_knots_finds_nothing_better(name, objective):
-    least, found = (
-        distance(ORACLES[name], *evolved(name, objective), objective),
-        mixed(name, 2, objective).objective,
-    )
+def test_evolution_of_three_knots_finds_nothing_better(name):
+    """Of the other objective there is a long search above."""
+    least, found = distance(ORACLES[name], *evolved(name), "derivative"), mixed(name, 2, "derivative").objective
     assert 0.99 * least < found <= least * (1 + 1e-7)
 
-
-# --- refusals
 
 UNSEEN = "its slope changes too far from 0, or too suddenly"
 NO_LINE = "a mixture of ReLUs is a straight line"
@@ -322,13 +278,13 @@ def test_a_slow_tail_whose_square_has_an_integral(power, objective):
     text = f"x + (1 + x**2)**(-{power / 2!r})"
     found = relumix.mixture(Activation.of(text), 2, objective, relumix.RESTARTS, 0, float)
 
-    def off(x):
-        return (1 + x * x) ** (-power / 2)
+    def value(x):
+        return x + (1 + x * x) ** (-power / 2)
 
     def derivative(x):
         return 1 - power * x * (1 + x * x) ** (-power / 2 - 1)
 
-    oracle = Oracle(text, lambda x: x + off(x), derivative, (1.0, 0.0), (1.0, 0.0), off, off)
+    oracle = Oracle(text, value, derivative, (1.0, 0.0), (1.0, 0.0))
     exact = distance(oracle, found.knots, found.slopes, objective)
     assert found.objective == pytest.approx(exact, rel=1e-4)
 
@@ -374,8 +330,6 @@ def test_what_bends_far_from_its_corners_is_no_broken_line(text, objective):
     assert found.objective > 1e-4
 
 
-# --- an optimum moves and grows as f does
-
 GELU = 0.009506935047567, 0.0451892048645  # by the tests above
 # formula; what stretches x, and what f: ∫ (f − h̃)² grows by both, ∫ (f′ − h̃′)² by height² / width
 SIMILAR = [
@@ -391,9 +345,6 @@ def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objec
     primitive = objective == "primitive"
     expected = GELU[0] * width * height**2 if primitive else GELU[1] * height**2 / width
     assert found.objective == pytest.approx(expected, rel=1e-6, abs=0)
-
-
-# --- the record
 
 
 def test_progress_reaches_the_end_and_never_turns_back():

@@ -1,10 +1,7 @@
 """The kernels compiled ahead of time for NVIDIA and AMD, without a GPU: whole vectors, few registers."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
 from itertools import product
 from math import inf
 from typing import Any
@@ -26,6 +23,7 @@ from tests.support.compiled import FLOATS, PLACES, TARGETS, BlockKernel, GateKer
 from tests.support.gates import recomputed
 from tests.support.generated import load
 from tests.support.learned import CASES, learned_module
+from tests.support.rows import full
 
 # The dtypes of x and y; where backward needs the output, autocast makes the last.
 PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
@@ -36,22 +34,12 @@ QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for 
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
 QUICK |= {(name, *pair, "sm_90") for name in ("tanh_output", "relu2_output") for pair in (PAIRS[0], PAIRS[3])}
-FULL = pytest.mark.full
-AT_ONCE = 8  # modules that one test compiles
-
-
-def cases(*, quick: bool) -> Iterator[Any]:
-    """Yield modules with the pairs of dtypes that are tried, by target: those of the quick part, or the others."""
-    for target in TARGETS:
-        found = []
-        for one in every():
-            pairs = PAIRS if one.saves_output else PAIRS[:3]
-            chosen = [pair for pair in pairs if ((one.name, *pair, target) in QUICK) == quick]
-            found += [(one, chosen)] if chosen else []
-        for i in range(0, len(found), AT_ONCE):
-            some = found[i : i + AT_ONCE]
-            name = f"{target}-{some[0][0].name}-to-{some[-1][0].name}{'-quick' * quick}"
-            yield pytest.param(some, target, id=name, marks=[] if quick else pytest.mark.full)
+ROWS = [
+    (each, *pair, target)
+    for target in TARGETS
+    for each in every()
+    for pair in (PAIRS if each.saves_output else PAIRS[:3])
+]
 
 
 def share(kernel: Kernel, dtype: str, *others: str) -> int:
@@ -59,39 +47,29 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
     return 1024 // kernel.threads(dtype, *others) * FLOATS[dtype].itemsize
 
 
-@pytest.mark.parametrize(("modules", "target"), [*cases(quick=True), *cases(quick=False)])
-def test_compiled_ahead_of_time(modules: list[tuple[Generated, list[tuple[str, str]]]], target: str) -> None:
+@pytest.mark.parametrize(
+    ("one", "x", "y", "target"),
+    full(ROWS, lambda row: (row[0].name, *row[1:]) in QUICK),
+    ids=lambda part: getattr(part, "name", part),
+)
+def test_compiled_ahead_of_time(one: Generated, x: str, y: str, target: str) -> None:
     """Neither spills nor shared memory; vectors of 16 bytes, but of 8 where a thread's share of a row is no more.
 
     That is so of half precision beside float32, and at 4 bits, whose programs have more threads.
     """
-    kernels = [
-        (one, Kernel.of(one.name, pass_), *pair)
-        for one, pairs in modules
-        for pair in pairs
-        for pass_ in ("forward", "backward")
-    ]
-    for one, kernel, x, y in kernels:
-        try:
-            check(one, kernel, x, y, target)
-        except AssertionError as error:
-            error.add_note(f"{one.name} {kernel.pass_}, x {x}, y {y}, {target}")
-            raise
-
-
-def check(one: Generated, kernel: Kernel, x: str, y: str, target: str) -> None:
-    """Check one kernel."""
-    forward, asm = kernel.pass_ == "forward", kernel.compile(x, target, y).asm
-    load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if forward else ((y, x), (x, y))))
-    assert {load, store} <= {8, 16} and (max(load, store) == 16 or one.bits == 4)
-    if not forward and one.fit["method"] == "inverted":
-        assert not re.search(r"(max|min)numf|propagateNan = none", asm["ttir"]), "NaN would be lost"
-    found = code(asm)
-    assert found.registers < 255
-    assert (found.spills, found.load, found.store, found.shared) == (0, load, store, 0)
-    assert not re.search(r"\b(shfl|bar)\.", asm.get("ptx", ""))
-    if x == y == "bf16":
-        assert found.registers <= registers(f"{one.name} {kernel.pass_} {target}")
+    for pass_ in ("forward", "backward"):
+        kernel, forward = Kernel.of(one.name, pass_), pass_ == "forward"
+        asm = kernel.compile(x, target, y).asm
+        load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if forward else ((y, x), (x, y))))
+        assert {load, store} <= {8, 16} and (max(load, store) == 16 or one.bits == 4)
+        if not forward and one.fit["method"] == "inverted":
+            assert not re.search(r"(max|min)numf|propagateNan = none", asm["ttir"]), "NaN would be lost"
+        taken = code(asm)
+        assert taken.registers < 255
+        assert (taken.spills, taken.load, taken.store, taken.shared) == (0, load, store, 0), pass_
+        assert not re.search(r"\b(shfl|bar)\.", asm.get("ptx", ""))
+        if x == y == "bf16":
+            assert taken.registers <= registers(f"{one.name} {pass_} {target}")
 
 
 RECORD: dict[str, Any] = json.loads(resources.RESULTS.read_text())
@@ -125,21 +103,12 @@ def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> Non
         assert (ttir.count("tt.load"), ttir.count("tt.store")) == (loads, stores)
 
 
-# ------------------------------------------------------------------------- gates, learned parameters, block codes
+PASSES = ("forward", "backward")
+OF_GATES = full(product(("bf16", "fp32"), TARGETS, PASSES), {("bf16", "sm_90", "forward")})
 
 
-def each(quick: set[tuple[str, ...]], *parts: Any) -> pytest.MarkDecorator:
-    """Parametrise `case` by a product; those that are not quick run in the full product alone."""
-    some = [one for one in product(*parts) if one[0] not in CASES or CASES[one[0]].wide == (one[-1] != "one")]
-    return pytest.mark.parametrize(
-        "case", [pytest.param(one, id="-".join(one), marks=[] if one in quick else FULL) for one in some]
-    )
-
-
-@each({("bf16", "sm_90", "forward")}, ("bf16", "fp32"), TARGETS, ("forward", "backward"))
-def test_gates(case: tuple[str, str, str]) -> None:
-    """No spills, nor of views; and a thread writes 16 bytes at once."""
-    dtype, target, pass_ = case
+@pytest.mark.parametrize(("dtype", "target", "pass_"), OF_GATES)
+def test_gates(dtype: str, target: str, pass_: str) -> None:
     gate: Any = find(load(recomputed("geglu", "own_recompute"))._KEY)
     for view in (False, True):
         found = code(GateKernel("own_recompute", pass_, gate, view).compile(dtype, target).asm)
@@ -156,32 +125,36 @@ QUICK_LEARNED = {
 }
 
 
-@each(QUICK_LEARNED, CASES, ("forward", "backward"), ("bf16", "fp32"), TARGETS, PLACES)
-def test_learned_numbers(case: tuple[str, str, str, str, str]) -> None:
-    """No spills, and no atomics."""
-    name, pass_, dtype, target, place = case
+OF_LEARNED = [
+    row
+    for row in product(CASES, PASSES, ("bf16", "fp32"), TARGETS, PLACES)
+    if CASES[row[0]].wide == (row[-1] != "one")
+]
+
+
+@pytest.mark.parametrize(("name", "pass_", "dtype", "target", "place"), full(OF_LEARNED, QUICK_LEARNED))
+def test_learned_numbers(name: str, pass_: str, dtype: str, target: str, place: str) -> None:
     formula = find(learned_module(name)._KEY)
     asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm
     assert "atomic" not in asm["ttir"]
     assert code(asm).spills == 0
 
 
-QUICK_BLOCKS = {("bf16", "sm_90", "8"), ("bf16", "sm_90", "3"), ("bf16", "gfx942", "3")}
+QUICK_BLOCKS = {("bf16", "sm_90", 8), ("bf16", "sm_90", 3), ("bf16", "gfx942", 3)}
 
 
-@each(QUICK_BLOCKS, FLOATS, TARGETS, map(str, BITS))
-def test_block_codes(case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(("dtype", "target", "bits"), full(product(FLOATS, TARGETS, BITS), QUICK_BLOCKS))
+def test_block_codes(dtype: str, target: str, bits: int) -> None:
     """No spills, no atomics, 16 bytes at a time but of what is left over; each tensor is read and written once."""
-    dtype, target, bits = case
-    rests = (False, True) if bits in ("3", "8") else (False,)
+    rests = (False, True) if bits in (3, 8) else (False,)
     for pass_, rest in product(("encode", "decode"), rests):
-        asm = BlockKernel(int(bits), pass_, rest).compile(dtype, target).asm
+        asm = BlockKernel(bits, pass_, rest).compile(dtype, target).asm
         found, name = code(asm), f"{pass_}, rest {rest}"
         assert "atomic" not in asm["ttir"], name
         assert found.spills == 0 and found.registers < 255, name
         if not rest:
             assert (found.load if pass_ == "encode" else found.store) == 16, name
-            parts = {"8": 1, "4": 1}.get(bits, 2) + 2
+            parts = {8: 1, 4: 1}.get(bits, 2) + 2
             counts = asm["ttir"].count("tt.load"), asm["ttir"].count("tt.store")
             assert counts == ((1, parts) if pass_ == "encode" else (parts, 1)), name
             if dtype == "bf16":

@@ -1,7 +1,5 @@
 """Exported programs: outputs and gradients are eager's, saved and loaded again, and compiled ahead of time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from tests.support.rows import full
 
 
 class Turned(nn.Module):
-    """A layer of the transposed input, which is not contiguous."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -44,7 +40,6 @@ BATCH = ({0: torch.export.Dim("batch")},)
 
 
 def between_layers(*names: str) -> nn.Sequential:
-    """The same weights each time."""
     torch.manual_seed(0)
     layers = [part for name in names for part in (LAYERS[name](), nn.Linear(16, 16))]
     return nn.Sequential(nn.Linear(8, 16), *layers).eval()
@@ -56,18 +51,12 @@ def export(model: nn.Module, x: torch.Tensor, *, strict: bool = False, grad: boo
 
 
 def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and the gradients of input and parameters."""
     x = x.clone().requires_grad_()
     y = model(x)
     y.square().sum().backward()
     found = [x.grad, *(parameter.grad for parameter in model.parameters())]
     assert all(gradient is not None for gradient in found)
     return [y.detach(), *found]
-
-
-def saved_and_loaded(program: Any, folder: Path) -> Any:
-    torch.export.save(program, folder / "program.pt2")
-    return torch.export.load(folder / "program.pt2")
 
 
 # Before 2.13 PyTorch warns of what it has just read itself.
@@ -78,7 +67,8 @@ def saved_and_loaded(program: Any, folder: Path) -> Any:
 def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) -> None:
     """Saved and loaded again, too: outputs and gradients are eager's, of any size."""
     program = export(between_layers(name), torch.randn(6, 8), strict=strict, grad=grad)
-    again = saved_and_loaded(program, tmp_path)
+    torch.export.save(program, tmp_path / "program.pt2")
+    again = torch.export.load(tmp_path / "program.pt2")
     for rows in (6, 2000):
         x, model = torch.randn(rows, 8), between_layers(name)
         with torch.set_grad_enabled(grad):
@@ -91,10 +81,7 @@ def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) 
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("names", "grad"),
-    [pytest.param(QUICK, True, id="some"), pytest.param(tuple(LAYERS), False, id="all, without gradients")],
-)
+@pytest.mark.parametrize(("names", "grad"), [(QUICK, True), (tuple(LAYERS), False)])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
 def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Path) -> None:
     model = between_layers(*names)
@@ -108,27 +95,19 @@ def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Pa
             expected = model(x)
             torch.testing.assert_close(compiled(x), expected)
     torch.save((x, expected), tmp_path / "expected.pt")
-    alone("import fitact", "import torch", RUN_COMPILED, folder=tmp_path)
+    python("import fitact, torch" + RUN_COMPILED, folder=tmp_path, warnings="ignore")
 
 
-RUN = """
+EXPECTED = """
 x, expected = torch.load("expected.pt")
-torch.testing.assert_close(torch.export.load("program.pt2").module()(x), expected)
+with torch.set_grad_enabled({}):
+    torch.testing.assert_close({}(x), expected)
 """
-RUN_COMPILED = """
-x, expected = torch.load("expected.pt")
-with torch.no_grad():
-    torch.testing.assert_close(torch._inductor.aoti_load_package("model.pt2")(x), expected)
-"""
-
-
-def alone(*lines: str, folder: Path | None = None) -> None:
-    """Run a program in a process of its own."""
-    python("\n".join(lines), folder=folder, warnings="ignore")
+RUN = EXPECTED.format(True, 'torch.export.load("program.pt2").module()')
+RUN_COMPILED = EXPECTED.format(False, 'torch._inductor.aoti_load_package("model.pt2")')
 
 
 def fails(missing: str, name: str) -> str:
-    """Import a module that fails, for the want of another."""
     return f"""
 sys.modules[{missing!r}] = None
 try:
@@ -140,22 +119,18 @@ else:
 """
 
 
+CHOOSE = "fitact.runtime.choose"
 IMPORTS = {
     "torch first": ["import torch", "import fitact"],
     "torch is looked for": ["import fitact, importlib.util", "importlib.util.find_spec('torch')", "import torch"],
     "in the runtime": ["import fitact.runtime.kernels.reference", "import torch"],
     "torch fails": ["import sys, fitact", fails("torch._utils", "torch"), "import torch"],
-    "the runtime fails": [
-        "import sys, fitact",
-        fails("fitact.runtime.choose.detect", "fitact.runtime.choose.convert"),
-        "import torch",
-    ],
+    "the runtime fails": ["import sys, fitact", fails(f"{CHOOSE}.detect", f"{CHOOSE}.convert"), "import torch"],
 }
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program of all layers and what it computes."""
     folder = tmp_path_factory.mktemp("exported")
     model, x = between_layers(*LAYERS), torch.randn(6, 8)
     torch.export.save(export(model, x), folder / "program.pt2")
@@ -165,13 +140,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("order", full(IMPORTS, ("torch first", "the runtime fails")))
 def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> None:
-    alone(*IMPORTS[order], RUN, folder=exported)
+    python("\n".join([*IMPORTS[order], RUN]), folder=exported, warnings="ignore")
 
 
 def test_a_key_of_another_version() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"expected the shipped relu_output to have the key 'relu_output-0', but"
-    ):
+    with pytest.raises(RuntimeError, match="expected the shipped relu_output to have the key 'relu_output-0'"):
         registry.find("relu_output-0")
 
 

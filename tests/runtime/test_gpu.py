@@ -4,8 +4,6 @@ The whole file runs where there is a GPU. Elsewhere Triton's interpreter (tests/
 the tests that need none, with a few activations.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -63,6 +61,7 @@ SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the inter
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
 FORMULAS = {formula.name: formula for formula in values.FORMULAS}
 FULL = () if GPU else pytest.mark.full
+STEP = next(one for one in shipped() if one.name == "gelu_fewbit3")
 
 # Interpreted: each width, an even derivative, jumps, exact steps, quotients, published ones, closed forms.
 SOME = {*FEW, "gelu_fewbit4", "hardtanh_fewbit1", "relu6_fewbit2", "tanh_fewbit3", "hardswish_inverted2"}
@@ -90,7 +89,6 @@ def activation(name: str) -> Generated:
 
 
 def anything() -> torch.Tensor:
-    """Any bits of float32, and normal numbers."""
     bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, MANY, dtype=np.uint32))
     return torch.cat([bits.view(torch.float32), 3 * torch.randn(MANY)])
 
@@ -109,25 +107,25 @@ def numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def forward(name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op on the device: y and codes, on the CPU."""
     y, codes = forward_op(x.to(DEVICE), dtype or x.dtype, activation(name).key)
     return y.cpu(), codes.cpu()
 
 
-def check_gradient(
-    name: str, dy: torch.Tensor, y: torch.Tensor, codes: torch.Tensor, dtype: torch.dtype | None = None
-) -> None:
-    """The op on the device beside the CPU's path: equal for levels, else up to roundings."""
-    key, dtype = activation(name).key, dtype or dy.dtype
-    output = y if find(key).saves_output else None
+def check_passes(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Codes and gradients are those of the CPU's path, but for roundings where y, of a dtype, is needed."""
+    key = activation(name).key
+    y, codes = forward(name, x, dtype)
+    assert y.dtype == dtype
+    assert torch.equal(codes, forward_op(x, dtype, key, reference=True)[1])
+    dy, output = torch.randn(x.shape).to(dtype), y if find(key).saves_output else None
     on_device = [None if part is None else part.to(DEVICE) for part in (dy, output, codes)]
-    dx = backward_op(*on_device, dtype, key)[0].cpu()
-    expected, _ = backward_op(dy, output, codes, dtype, key, reference=True)
+    dx = backward_op(*on_device, x.dtype, key)[0].cpu()
+    expected, _ = backward_op(dy, output, codes, x.dtype, key, reference=True)
     if output is None:
         assert same(dx, expected)
         return
     wide, known = expected.double(), expected.isfinite()
-    allowed = UNIT[dtype] * wide.abs() + LOST[dy.dtype] * dy.double().abs()
+    allowed = UNIT[x.dtype] * wide.abs() + LOST[dtype] * dy.double().abs()
     assert bool(((dx.double() - wide).abs() <= allowed)[known].all())
     assert torch.equal(dx.isnan(), expected.isnan())
 
@@ -135,22 +133,21 @@ def check_gradient(
 @parametrised([*SHIPPED, *OWN], QUICK)
 @each_dtype
 def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
-    """The codes are those of the CPU for every number, and so are the gradients for every code."""
-    x = numbers(name, dtype)
-    y, codes = forward(name, x)
-    assert torch.equal(codes, forward_op(x, dtype, activation(name).key, reference=True)[1])
-    check_gradient(name, torch.randn(x.shape).to(dtype), y, codes)
+    check_passes(name, numbers(name, dtype), dtype)
 
 
 @parametrised([*(name for name, one in SHIPPED.items() if one.saves_output), *OWN], QUICK)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_output_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     """As autocast asks for: the borders and the approximant are those of y's dtype."""
-    x = numbers(name, torch.float32)
-    y, codes = forward(name, x, dtype)
-    assert y.dtype == dtype
-    assert torch.equal(codes, forward_op(x, dtype, activation(name).key, reference=True)[1])
-    check_gradient(name, torch.randn(x.shape).to(dtype), y, codes, torch.float32)
+    check_passes(name, numbers(name, torch.float32), dtype)
+
+
+@few
+@each_dtype
+@pytest.mark.parametrize("n", SIZES)
+def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
+    check_passes(name, torch.randn(n).to(dtype), dtype)
 
 
 @every
@@ -174,24 +171,13 @@ def test_values_of_float32(name: str) -> None:
     """Within the roundings of f and of x that test_values.py allows; at infinity the limit; NaN for NaN."""
     formula = FORMULAS[SHIPPED[name].fit["activation"]["name"]]
     x = torch.cat([values.points(torch.float32), 3 * torch.randn(MANY)])
-    lines = values.misses(formula, forward(name, x)[0], x)
-    assert not lines, values.report(formula, lines)
+    values.check(formula, forward(name, x)[0], x)
     infinite = torch.tensor([torch.inf, -torch.inf])
     limit = torch.from_numpy(values.truth(formula, infinite.double().numpy()))
     known = limit.isfinite()
     y = forward(name, infinite)[0].double()
     torch.testing.assert_close(y[known], limit[known], rtol=1e-6, atol=1e-7)
     assert forward(name, torch.tensor([torch.nan]))[0].isnan().all()
-
-
-@few
-@each_dtype
-@pytest.mark.parametrize("n", SIZES)
-def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
-    x = torch.randn(n).to(dtype)
-    y, codes = forward(name, x)
-    assert torch.equal(codes, forward_op(x, dtype, activation(name).key, reference=True)[1])
-    check_gradient(name, torch.randn(n).to(dtype), y, codes)
 
 
 @few
@@ -209,12 +195,6 @@ def test_nothing_is_written_beyond_the_end(name: str) -> None:
     assert same(y[:n], expected) and torch.equal(codes[: known.numel()], known)
     assert bool((y[n:] == 7).all()) and bool((codes[known.numel() :] == 0xAA).all())
     assert bool((dx[n:] == 7).all()) and not bool((dx[:n] == 7).any())
-
-
-def step() -> Shipped:
-    one = SHIPPED["gelu_fewbit3"]
-    assert isinstance(one, Shipped)
-    return one
 
 
 @few
@@ -245,7 +225,6 @@ def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None
 
 @contextmanager
 def no_synchronising() -> Iterator[None]:
-    """Raise where the host waits for the GPU."""
     if not GPU:
         yield
         return
@@ -269,7 +248,7 @@ def test_autocast(name: str) -> None:
     (dx,) = torch.autograd.grad(y.float().sum(), x)
     leaf = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(SHIPPED[name].baseline(leaf).sum(), leaf)
-    step_error = step().fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
+    step_error = STEP.fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
     tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_output": 0.01}[name]
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
 
@@ -311,7 +290,6 @@ def test_cuda_graphs(what: str) -> None:
 @needs_gpu
 @few
 def test_streams(name: str) -> None:
-    """The kernels run on the current stream: what is written before on it is read."""
     function = SHIPPED[name].function
     side = torch.cuda.Stream()
     source = torch.randn(2**24, device="cuda")
@@ -340,7 +318,7 @@ def test_several_gpus() -> None:
     found = []
     for device in ("cuda:1", "cuda:0"):
         leaf = x.to(device).requires_grad_()
-        y = step().function(leaf)
+        y = STEP.function(leaf)
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
         assert y.device == dx.device == torch.device(device)
         found.append((y.cpu(), dx.cpu()))
@@ -355,13 +333,13 @@ def test_more_elements_than_an_int32_counts() -> None:
     x = torch.zeros(2**31 + tail, dtype=torch.bfloat16, device="cuda")
     end = torch.randn(tail).bfloat16()
     x[-tail:] = end.cuda()
-    key = step().module._KEY
+    key = STEP.module._KEY
     y, codes = forward_op(x, x.dtype, key)
     expected_y, expected_codes = forward_op(end.cuda(), x.dtype, key)
     assert same(y[-tail:], expected_y)
     assert torch.equal(codes[-expected_codes.numel() :], expected_codes)
     dx = backward_op(x, None, codes, x.dtype, key)[0]
-    assert same(dx[-tail:].cpu(), step().gradient(end, end))
+    assert same(dx[-tail:].cpu(), STEP.gradient(end, end))
     assert not dx[:-tail].any()
 
 
@@ -376,7 +354,7 @@ def shipped_gate(name: str) -> Callable[..., torch.Tensor]:
 )
 def test_memory_that_is_taken(name: str, count: int, codes: float) -> None:
     """Forward takes the output and the codes, backward the gradients; there is nothing beside."""
-    function, n = step().function if count == 1 else shipped_gate(name), 2**24
+    function, n = STEP.function if count == 1 else shipped_gate(name), 2**24
     leaves = [torch.randn(n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
     dy = torch.randn_like(leaves[0])
     torch.autograd.grad(function(*leaves), leaves, dy)
@@ -389,9 +367,6 @@ def test_memory_that_is_taken(name: str, count: int, codes: float) -> None:
     gradients = torch.autograd.grad(y, leaves, dy)
     assert torch.cuda.max_memory_allocated() - before <= taken + 2 * n * count + 4 * 2**20
     assert {one.dtype for one in gradients} == {torch.bfloat16}
-
-
-# ------------------------------------------------------------------------------------------------- gates, learned
 
 
 def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -408,27 +383,33 @@ def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, to
         yield halves(dtype, 2, 3, 1024)
 
 
+WANTS = ((True, True), (True, False), (False, True))
+
+
+def passes(x, dy, key, other, wants, inner=1):
+    """The value and the gradients that are wanted, on the device and by PyTorch's operators on the CPU."""
+    found = []
+    for reference, device in ((False, DEVICE), (True, "cpu")):
+        given = [part.to(device) for part in (x, dy, other)]
+        y, _ = forward_op(given[0], x.dtype, key, given[2], inner=inner, reference=reference)
+        saved = given[1], given[0], None, x.dtype, key, given[2]
+        gradients = backward_op(*saved, inner=inner, wants=wants, reference=reference)
+        found.append([one.cpu() for one, wanted in zip((y, *gradients), (True, *wants), strict=True) if wanted])
+    return found
+
+
 @parametrised(FITS, ["recompute"])
 @each_dtype
 def test_gates(name: str, dtype: torch.dtype) -> None:
     if name == "recompute_both" and dtype != torch.float32:
         pytest.skip("PyTorch's derivative of tanh in half precision is that of the rounded value: no reference")
-    key = gate_module(name)._KEY
     for g, u in pairs(dtype, whole=name in ("recompute", "recompute_gelu")):
         dh = torch.randn(g.shape).to(dtype)
         # where the formula of a derivative overflows or cancels, PyTorch's own does so elsewhere
         ordinary = (g.abs() < 20) & (u.abs() < 20)
         reach = (1 + g.double().abs()) * (1 + u.double().abs()) * (1 + dh.double().abs())
-
-        def passes(device: str, wants: tuple[bool, bool], reference: bool = False, *parts: Any) -> list[Any]:
-            g, u, dh = (part.to(device) for part in parts)
-            y, _ = forward_op(g, dtype, key, u, reference=reference)
-            dg, du = backward_op(dh, g, None, dtype, key, u, wants=wants, reference=reference)
-            return [one.cpu() for one, wanted in zip((y, dg, du), (True, *wants), strict=True) if wanted]
-
-        for wants in ((True, True), (True, False), (False, True)):
-            found, expected = passes(DEVICE, wants, False, g, u, dh), passes("cpu", wants, True, g, u, dh)
-            for one, other in zip(found, expected, strict=True):
+        for wants in WANTS:
+            for one, other in zip(*passes(g, dh, gate_module(name)._KEY, u, wants), strict=True):
                 near(one[ordinary], other[ordinary], reach[ordinary])
                 assert one.shape == other.shape and one.stride() == other.stride()
 
@@ -445,7 +426,6 @@ def test_gates_of_special_numbers(name: str) -> None:
 
 
 def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also that in which a layer's input is recomputed."""
     launched: list[str] = []
 
     def noting(kernel: Any, *arguments: Any) -> None:
@@ -477,25 +457,16 @@ def test_learned_numbers(name: str, dtype: torch.dtype) -> None:
         start = torch.tensor([number.start for number in known])[:, None]
         numbers = start + 0.1 * torch.randn(len(known), channels if case.wide else 1)
         x, dy = (2 * torch.randn(size)).to(dtype), torch.randn(size).to(dtype)
-        of_device = [one.to(DEVICE) for one in (x, dy, numbers)]
+        for wants in WANTS:
+            found, expected = passes(x, dy, key, numbers, wants, inner)
+            for one, other in zip(found, expected, strict=True):
+                of_sums = wants[1] and one is found[-1]
+                rtol, atol = (
+                    (1e-5, 1e-6 * max(size, 1)) if of_sums else (2 * UNIT[dtype], max(2 * UNIT[dtype], 2e-6))
+                )
+                torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+        assert torch.equal(found[-1], passes(x, dy, key, numbers, wants, inner)[0][-1])
 
-        def passes(
-            parts: Any, wants: tuple[bool, bool], reference: bool, inner: int = inner
-        ) -> list[torch.Tensor]:
-            x, dy, numbers = parts
-            y, _ = forward_op(x, dtype, key, numbers, inner=inner, reference=reference)
-            found = backward_op(dy, x, None, dtype, key, numbers, inner=inner, wants=wants, reference=reference)
-            return [y.cpu(), *(one.cpu() for one in found)]
-
-        for wants in ((True, True), (True, False), (False, True)):
-            found, expected = passes(of_device, wants, False), passes((x, dy, numbers), wants, True)
-            for one, other in zip(found[:2], expected[:2], strict=True):
-                torch.testing.assert_close(one, other, rtol=2 * UNIT[dtype], atol=max(2 * UNIT[dtype], 2e-6))
-            torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-6 * max(size, 1))
-        assert torch.equal(found[2], passes(of_device, (False, True), False)[2])
-
-
-# ------------------------------------------------------------------------------------------------- norms, losses
 
 # Several rows a block, one row a block, and rows that are longer than a block; none a power of two, and some.
 COLUMNS = [1, 7, 100, 768, 4096, 5000, LONGEST, LONGEST + 1]
@@ -609,13 +580,6 @@ def test_contexts_in_cuda_graphs(error: str, of: str) -> None:
     assert all(map(same, found, expected))
 
 
-# ------------------------------------------------------------------------------------------------- block codes
-
-
-def finite(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isfinite(), x, 1)
-
-
 def hard(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Shapes that end within a tile or a block, outliers, zeros of both signs, sparse channels; every number."""
     shapes = [(128, 256), (3, 5, 64), (35, 96), (9, 97), (33, 130), (1000,), (200, 1), (1, 1), (0, 64)]
@@ -623,7 +587,7 @@ def hard(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield hostile((100, 192), dtype).relu()
     x = patterns(dtype)[:: 1 if GPU else 21] if dtype != torch.float32 else anything()[: 2**22 if GPU else 2**12]
     shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))][: len(x) // 128 * 128]
-    yield from (x, shuffled.view(-1, 128), finite(shuffled).sort()[0].view(-1, 128))
+    yield from (x, shuffled.view(-1, 128), torch.where(shuffled.isfinite(), shuffled, 1).sort()[0].view(-1, 128))
 
 
 def at_thresholds(bits: int) -> Iterator[torch.Tensor]:

@@ -1,7 +1,5 @@
 """Runs tests/interpreted, test_gpu.py and test_values.py where Triton's interpreter replaces the GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,6 +1,4 @@
-"""What only shipped step activations promise, on the PyTorch path."""
-
-from __future__ import annotations
+"""Codes as they are documented, and what the runtime leaves alone."""
 
 import random
 
@@ -12,28 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fitact
 from fitact.runtime.kernels import registry
 from fitact.runtime.kernels.inputs import memory_order
-from tests.support.generated import forward_op, run
-from tests.support.inverses import unpacked
+from tests.support.generated import EACH_DTYPE, forward_op
+from tests.support.inverses import SOME, unpacked
+from tests.support.kinds import kind
 from tests.support.processes import python
-from tests.support.steps import Shipped, each, shipped
-
-GELU3 = next(one for one in shipped() if one.name == "gelu_fewbit3")
-gelu_fewbit3 = GELU3.function
-
-
-@each()
-def test_nan_has_the_first_level(one: Shipped) -> None:
-    y, dx = run(one.function, torch.tensor([float("nan")]))
-    assert y.isnan().all()
-    assert dx.item() == one.fit["levels"][0]
 
 
 class Called(TorchDispatchMode):
-    """Counts the calls of fitact's ops."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.ops: list[str] = []
+        self.ops = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fitact":
@@ -42,26 +28,33 @@ class Called(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["input", "frozen layer"])
-def test_what_needs_no_gradient_is_not_coded(frozen: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), fitact.activation("gelu"), nn.Linear(8, 4))
+def test_what_needs_no_gradient_is_not_coded(frozen):
+    act = fitact.activation("gelu")
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), act, nn.Linear(8, 4))
     x = torch.randn(3, 8)
     with Called() as called:
-        y = model(x) if frozen else gelu_fewbit3(x)
-    assert not called.ops
-    assert y.requires_grad == frozen
+        y = model(x) if frozen else act(x)
+    assert not called.ops and y.requires_grad == frozen
     with Called() as called:
         model(x.requires_grad_()).sum().backward()
     assert called.ops == ["fitact::forward", "fitact::backward"]
 
 
-def test_codes_are_the_layout_that_is_documented() -> None:
-    """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, stored as k planes of 1024 bytes."""
-    x = torch.randn(10_000)
-    x[5] = float("nan")
-    _, codes = forward_op(x, x.dtype, GELU3.key)
+@pytest.mark.parametrize("name", ["gelu_fewbit3", *sorted(SOME)])
+@EACH_DTYPE
+def test_codes_are_the_layout_that_is_documented(name, dtype):
+    """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, in k planes of 1024 bytes; 0 beyond the end."""
+    one = kind(name)
+    known = one.fit["borders"]
+    borders = torch.tensor(known["bfloat16"] if isinstance(known, dict) else known)
+    x = torch.cat([torch.randn(10_000) * 2, borders, borders + 1e-6, borders - 1e-6]).to(dtype)
+    x[5] = torch.nan
+    y, codes = forward_op(x, dtype, one.key)
+    assert (y.dtype, codes.dtype, codes.shape) == (dtype, torch.uint8, (2 * one.bits * 1024,))
     expected = torch.zeros(2 * 8192, dtype=torch.long)
-    expected[:10_000] = sum((x > border).long() for border in GELU3.fit["borders"])
-    assert codes.dtype == torch.uint8 and torch.equal(unpacked(codes, 3), expected)
+    expected[: len(x)] = one.code(x, dtype)
+    assert expected[5] == 0 and set(expected.tolist()) == set(range(2**one.bits))
+    assert torch.equal(unpacked(codes, one.bits), expected)
 
 
 SCRIPT = """
@@ -79,19 +72,16 @@ assert x.grad is not None and torch.equal(gelu_fewbit3(x), torch.nn.functional.g
 """
 
 
-def test_without_triton_and_what_is_not_needed() -> None:
+def test_without_triton_and_what_is_not_needed():
     python(SCRIPT)
 
 
-def test_keys() -> None:
-    """A missing one is named in the error, and registering twice is harmless."""
-    with pytest.raises(RuntimeError, match="import the generated module"):
-        registry.find("nothing-0")
-    step = registry.find(GELU3.key)
+def test_registering_twice_is_harmless():
+    step = registry.find(kind("gelu_fewbit3").key)
     assert registry.register(step) == step.key
 
 
-def test_memory_order_is_that_of_empty_like() -> None:
+def test_memory_order_is_that_of_empty_like():
     """Of tensors that are permuted, sliced, expanded, overlapping, and with dimensions of one or no element."""
     draw = random.Random(0)
     for _ in range(2000):

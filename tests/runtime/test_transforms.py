@@ -1,7 +1,5 @@
 """What every kind of activation promises under transforms: compilers, torch.func, checkpoints, opcheck."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -25,18 +23,28 @@ from tests.support.generated import (
     same,
     sizes,
 )
-from tests.support.kinds import QUICK, USUAL, each_kind, every_kind, kinds
+from tests.support.kinds import (
+    OPERATIONS,
+    QUICK,
+    USUAL,
+    each_kind,
+    each_operation,
+    every_kind,
+    kinds,
+    operation,
+    passes,
+)
+from tests.support.learned import CASES
 from tests.support.rows import full
 
-BACKENDS = [None, "eager", "aot_eager"]
+BACKENDS = ["eager", "aot_eager"]
+# a formula that PyTorch lacks rounds differently with and without vectors
+close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 
 
 def compiled(function: Callable, backend: str | None, **options: Any) -> Callable:
     torch._dynamo.reset()
     return function if backend is None else torch.compile(function, fullgraph=True, backend=backend, **options)
-
-
-# ----------------------------------------------------------------------------------------------------- compilers
 
 
 # backend, layout of the input, where autocast is entered
@@ -49,28 +57,26 @@ WAYS = [
 ]
 
 
-@every_kind
-@pytest.mark.parametrize(("backend", "layout", "autocast"), WAYS)
-def test_compiled(one: Generated, backend: str, layout: str, autocast: str) -> None:
-    """In one graph, values, gradients and saved bytes are those of eager code."""
-    f = one.function
+COMPILED = full(product(OPERATIONS, WAYS), lambda row: row[0] in USUAL or row[1] == WAYS[0])
 
-    def casting(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "inside"):
-            return f(x)
 
-    function = compiled(casting if autocast == "inside" else f, backend)
-    x = LAYOUTS[layout]().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "outside"), count_saved() as saved:
-        y = function(x)
-    assert same(y, one.baseline(x.detach()).to(torch.bfloat16 if autocast and one.saves_output else torch.float32))
-    assert sizes(saved) == one.saved(y)
-    dy = torch.randn_like(y)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    assert dx.dtype == torch.float32
-    one.check_gradient(x, y, dy, dx)
-    if not autocast:
-        assert same(dx, run(f, x, dy)[1])
+@pytest.mark.parametrize(("name", "way"), COMPILED)
+def test_compiled(name, way):
+    """In one graph, values, gradients, strides and saved bytes are those of eager code."""
+    one, (backend, layout, autocast) = operation(name), way
+
+    def casting(*given):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return one.function(*given)
+
+    function = casting if autocast == "inside" else one.function
+    x = LAYOUTS[layout]()
+    tensors, dy, calls = one.tensors(x), torch.randn(x.shape), (function, compiled(function, backend))
+    (expected, sizes_expected), (result, saved) = (
+        passes(f, tensors, dy, autocast=autocast == "outside") for f in calls
+    )
+    assert all(map(same, result, expected)) and result[0].stride() == expected[0].stride()
+    assert saved == sizes_expected or name in CASES
 
 
 BUDGETS = full(product(QUICK, (1.0, 0.5, 0.0)), [("gelu_fewbit3", 1.0)])
@@ -95,23 +101,21 @@ def test_compile_with_the_default_backend(one: Generated, budget: float) -> None
         assert set(sizes(saved)) == {x.numel() * 4, *one.saved(y)}
 
 
-ORDERED = product(USUAL, ("contiguous", "transposed", "channels_last"))
+ORDERED = product(OPERATIONS, ("contiguous", "transposed", "channels_last"))
 ORDERS = full(ORDERED, lambda row: row[1] == "contiguous" or row[0] in QUICK)
 
 
-@pytest.mark.parametrize(("one", "layout"), ORDERS, indirect=["one"])
-def test_compile_dynamic_recompiles_once(one: Generated, layout: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), ORDERS)
+def test_compile_dynamic_recompiles_once(name, layout):
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    one, counter = operation(name), CompileCounterWithBackend("aot_eager")
     function = torch.compile(one.function, fullgraph=True, backend=counter)
-    for n in (100, 8192, 9000, 7) if layout == "contiguous" else (8, 9, 30):
-        x = torch.randn(n) if layout == "contiguous" else torch.randn(2, n, 4, 5)
+    for n in (100, 1366, 1500, 7) if layout == "contiguous" else (8, 9, 30):
+        x = torch.randn(n, 6) if layout == "contiguous" else torch.randn(2, n, 4, 5)
         x = x.transpose(1, 2) if layout == "transposed" else x
         x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
-        y = function(x.requires_grad_())
-        y.sum().backward()
-        torch.testing.assert_close(y, one.baseline(x))
-        one.check_gradient(x, y, torch.ones_like(y), x.grad)
+        tensors = one.tensors(x)
+        assert all(map(same, passes(function, tensors)[0], passes(one.function, tensors)[0]))
     assert counter.frame_count <= 2
 
 
@@ -134,7 +138,7 @@ def test_compiled_code_asks_for_gradients_too(one: Generated) -> None:
 
 
 @kinds("gelu_inverted1")
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: str, layout: str) -> None:
@@ -150,9 +154,6 @@ def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: 
     (dy,) = torch.autograd.grad(CHANGES[change](y * 1).sum(), y)
     (dx,) = torch.autograd.grad(function(x).sum(), x)
     one.check_gradient(x, y, dy, dx)
-
-
-# ------------------------------------------------------------------------------------------------------ the ops
 
 
 @kinds(*QUICK, "own_inverted")
@@ -180,30 +181,53 @@ def test_no_schema_ends_with_an_optional_argument() -> None:
         assert not last.has_default_value() and last.type.kind() != "OptionalType", schema
 
 
-# ----------------------------------------------------------------------------------------------------- torch.func
+@each_operation
+def test_vmap(name):
+    """Values, and each sample's own gradient of each tensor; under autocast too, and nested."""
+    one, vmap = operation(name), torch.func.vmap
+    for dims in one.batched:
+        given = one.tensors(2 * torch.randn(5, 70))
+        tensors = [
+            part if dim is None else torch.stack([part, part + 0.5, 2 * part], dim)
+            for part, dim in zip(given, dims, strict=True)
+        ]
+        alone = [
+            [part if dim is None else part.select(dim, i) for part, dim in zip(tensors, dims, strict=True)]
+            for i in range(3)
+        ]
+
+        def loss(*parts):
+            return (one.function(*parts).float() * parts[0].detach().cos()).sum()
+
+        mapped, derive = vmap(one.function, dims), torch.func.grad(loss, tuple(range(len(tensors))))
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                expected = torch.stack([one.function(*parts) for parts in alone])
+                close(mapped(*tensors), expected)
+                samples = vmap(derive, dims)(*tensors)
+                nested = [sample[0] for sample in vmap(vmap(derive, dims))(*(part[None] for part in tensors))]
+            for i, parts in enumerate(alone):
+                own = passes(one.function, parts, parts[0].cos(), autocast=autocast)[0][1:]
+                for sample, again, other in zip(samples, nested, own, strict=True):
+                    assert sample.dtype == torch.float32
+                    close(sample[i], other)
+                    close(again[i], other)
+        # a gradient at an outer level, of a tensor that requires none at its own
+        outer = torch.func.grad(lambda *parts, mapped=mapped: mapped(*parts).sum())
+        close(outer(*tensors), passes(mapped, tensors)[0][1])
+        close(vmap(outer)(*(part[None] for part in tensors))[0], passes(mapped, tensors)[0][1])
+    inner = torch.func.grad(lambda t: (one.function(*given) * t).sum())
+    assert same(inner(given[0]), one.function(*given))
 
 
 @every_kind
-def test_torch_func(one: Generated) -> None:
+def test_jacobians(one):
     f, x = one.function, torch.randn(5, 70) * 2
-    derivative = run(f, x)[1]
-    grad, vmap = torch.func.grad(lambda t: f(t).sum()), torch.func.vmap
-    # a formula that PyTorch lacks rounds differently with and without vectors
-    rtol, atol = (0.0, 0.0) if one.own is None else (1e-6, 1e-6)
-    for found, expected in (
-        (grad(x), derivative),
-        (vmap(grad)(x), derivative),
-        (vmap(grad, in_dims=1)(x), derivative.t()),
-        (vmap(vmap(grad))(x), derivative),
-        (vmap(f)(x), torch.stack([f(row) for row in x])),
-        (vmap(f, in_dims=1, out_dims=1)(x), torch.stack([f(column) for column in x.t()], 1)),
-        (torch.func.jacrev(f)(x[0]), torch.diag(derivative[0])),
-        (vmap(torch.func.jacrev(f))(x), torch.diag_embed(derivative)),
-    ):
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    derivative, vmap = run(f, x)[1], torch.func.vmap
+    close(torch.func.jacrev(f)(x[0]), torch.diag(derivative[0]))
+    close(vmap(torch.func.jacrev(f))(x), torch.diag_embed(derivative))
     y, pullback = torch.func.vjp(f, x)
-    assert same(y, one.baseline(x))
-    assert same(pullback(torch.ones_like(y))[0], derivative)
+    assert same(y, one.baseline(x)) and same(pullback(torch.ones_like(y))[0], derivative)
     for empty in (torch.randn(0, 7), torch.randn(7, 0)):
         assert vmap(f)(empty).shape == empty.shape
     for n in (1, 8192, 2 * 8192 + 77):
@@ -212,62 +236,57 @@ def test_torch_func(one: Generated) -> None:
         torch.testing.assert_close(squares, run(f, x, 2 * one.baseline(x))[1], rtol=1e-4, atol=1e-6)
 
 
-@every_kind
-def test_torch_func_where_the_input_does_not_tell(one: Generated) -> None:
-    """A gradient at an outer level, of a tensor that requires none at its own."""
-    f, x = one.function, torch.randn(5, 70)
-    derivatives = run(f, x)[1]
-    outer = torch.func.grad(lambda t: torch.func.vmap(f)(t).sum())
-    assert same(outer(x), derivatives)
-    assert same(torch.func.vmap(outer)(x[:, None])[:, 0], derivatives)
-    leaf = x.clone().requires_grad_()
-    torch.func.vmap(f)(leaf).sum().backward()
-    assert same(leaf.grad, derivatives)
-    inner = torch.func.grad(lambda t: (f(x) * t).sum())
-    assert same(inner(x), f(x))
-
-
-@every_kind
-def test_vmap_under_autocast(one: Generated) -> None:
-    x, f = torch.randn(4, 9), one.function
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = torch.func.vmap(f)(x)
-        derivative = torch.func.vmap(torch.func.grad(lambda t: f(t).float().sum()))(x)
-    assert same(y, one.baseline(x).to(torch.bfloat16 if one.saves_output else torch.float32))
-    assert derivative.dtype == torch.float32
-    one.check_gradient(x, y, torch.ones_like(y), derivative)
-
-
-# -------------------------------------------------------------------------------------------- second derivatives
-
-
-def penalty(x: torch.Tensor, function: Callable) -> None:
-    y = function(x)
+def penalty(f, x):
+    y = f(x)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     (y.sum() + dx.square().sum()).backward()
 
 
-def power(x: torch.Tensor, function: Callable) -> None:
-    (dx,) = torch.autograd.grad(function(x).pow(2).sum(), x, create_graph=True)
+def power(f, x):
+    (dx,) = torch.autograd.grad(f(x).pow(2).sum(), x, create_graph=True)
     torch.autograd.grad(dx.sum(), x)
 
 
-def of_dy(x: torch.Tensor, function: Callable) -> None:
+def of_dy(f, x):
     dy = torch.randn_like(x, requires_grad=True)
-    (dx,) = torch.autograd.grad(function(x), x, dy, create_graph=True)
+    (dx,) = torch.autograd.grad(f(x), x, dy, create_graph=True)
     torch.autograd.grad(dx.sum(), dy)
 
 
-def twice(x: torch.Tensor, function: Callable) -> None:
-    torch.autograd.grad(function(x).sum(), x, create_graph=True)[0].sum().backward()
+def twice(f, x):
+    torch.autograd.grad(f(x).sum(), x, create_graph=True)[0].sum().backward()
+
+
+DERIVED = [penalty, power, of_dy, twice]
+
+
+@each_operation
+@pytest.mark.parametrize(
+    "derive",
+    [
+        *DERIVED,
+        lambda f, x: torch.func.grad(lambda t: torch.func.grad(lambda s: f(s).sum())(t).sum())(x),
+        lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
+        lambda f, x: torch.autograd.functional.hessian(lambda t: f(t).sum(), x),
+    ],
+)
+def test_second_derivatives_raise(name, derive):
+    one = operation(name)
+    x, *others = one.tensors(torch.randn(3))
+
+    def f(t):
+        return one.function(t, *others)
+
+    with pytest.raises(RuntimeError, match=f"{one.who}: a second derivative was requested"):
+        derive(f, x.requires_grad_())
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(f, (torch.randn(3),), (torch.randn(3),))
 
 
 @each_kind
-@pytest.mark.parametrize("derive", [penalty, power, of_dy, twice])
+@pytest.mark.parametrize("derive", DERIVED)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_double_backward_raises(
-    one: Generated, derive: Callable, backend: str | None, request: pytest.FixtureRequest
-) -> None:
+def test_second_derivatives_of_compiled_code_raise(one, derive, backend, request):
     """The activation's own error, or that of a compiler that has none."""
     if backend == "eager" and not one.saves_output and derive in (penalty, twice):
         reason = "in a graph that is not compiled further nothing ties the gradient of codes to x: 0, silently"
@@ -278,48 +297,26 @@ def test_double_backward_raises(
     own = f"{one.name}: a second derivative was requested"
     message = "does not currently support double backward" if backend == "aot_eager" else own
     with pytest.raises(RuntimeError, match=message):
-        derive(torch.randn(3, requires_grad=True), compiled(one.function, backend))
+        derive(compiled(one.function, backend), torch.randn(3, requires_grad=True))
 
 
-@every_kind
-@pytest.mark.parametrize(
-    "derive",
-    [
-        lambda f, x: torch.func.grad(torch.func.grad(lambda t: f(t).sum()))(x[0]),
-        lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
-        lambda f, x: torch.autograd.functional.hessian(lambda t: f(t).sum(), x),
-    ],
-    ids=["func.grad", "jacrev", "hessian"],
-)
-def test_second_derivatives_by_transforms_raise(one: Generated, derive: Callable) -> None:
-    with pytest.raises(RuntimeError, match=f"{one.name}: a second derivative was requested"):
-        derive(one.function, torch.randn(3, requires_grad=True))
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(one.function, (torch.randn(3),), (torch.randn(3),))
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
-
-
-def selective(f: Callable, x: torch.Tensor) -> torch.Tensor:
+def selective(f, *given):
     """What is saved of the activation is saved, and the rest recomputed."""
 
-    def keep(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    def keep(_ctx, op, *_args, **_kwargs):
         ours = op == torch.ops.fitact.forward.default
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, keep)
-    y: torch.Tensor = checkpoint(f, x, use_reentrant=False, context_fn=contexts)
-    return y
+    return checkpoint(f, *given, use_reentrant=False, context_fn=contexts)
 
 
-def on_cpu(f: Callable, x: torch.Tensor) -> torch.Tensor:
+def on_cpu(f, *given):
     with torch.autograd.graph.save_on_cpu():
-        y: torch.Tensor = f(x)
-    return y
+        return f(*given)
 
 
-CHECKPOINTS: dict[str, Callable] = {
+CHECKPOINTS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
     "selective": selective,
@@ -327,17 +324,33 @@ CHECKPOINTS: dict[str, Callable] = {
 }
 
 
-@every_kind
-@pytest.mark.parametrize("way", CHECKPOINTS)
-@pytest.mark.parametrize("autocast", [True, False])
-def test_checkpoints(one: Generated, way: str, autocast: bool) -> None:
-    def f(t: torch.Tensor) -> torch.Tensor:
-        return one.function(t.sin()).cos()
+CHECKED = product(OPERATIONS, CHECKPOINTS, (True, False))
 
-    x = torch.randn(5000, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        y = CHECKPOINTS[way](f, x)
-        expected = run(f, x)[1]
-    assert y.dtype == (torch.bfloat16 if autocast and one.saves_output else torch.float32)
-    y.sum().backward()
-    assert same(x.grad, expected)
+
+@pytest.mark.parametrize(
+    ("name", "way", "autocast"),
+    full(CHECKED, lambda row: row[0] in USUAL or row[1:] == ("not reentrant", False)),
+)
+def test_checkpoints(name, way, autocast):
+    one = operation(name)
+
+    def f(x, *others):
+        return one.function(x.sin(), *others).cos()
+
+    tensors = one.tensors(torch.randn(50, 100))
+    found, expected = (passes(call, tensors, autocast=autocast)[0] for call in (partial(CHECKPOINTS[way], f), f))
+    assert all(map(same, found, expected))
+
+
+@each_operation
+def test_nothing_is_saved_without_gradient(name):
+    """Nor where no tensor needs one; and then the result may change in place."""
+    one = operation(name)
+    tensors = one.tensors(torch.randn(10, 12))
+    expected = 2 * passes(one.function, tensors)[0][0]
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        needs = type(context) is not torch.enable_grad
+        with context, count_saved() as saved:
+            y = one.function(*(part.clone().requires_grad_(needs) for part in tensors))
+            assert same(y.mul_(2), expected)
+        assert not y.requires_grad and not saved.storages

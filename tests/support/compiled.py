@@ -1,12 +1,10 @@
 """Kernels compiled ahead of time, without a GPU: registers, spills, and the widths of accesses to memory."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -42,15 +40,7 @@ PLACES = {"one": (False, False), "last": (True, False), "image": (True, True)}
 
 
 class Code(NamedTuple):
-    """What a compiled kernel takes.
-
-    Attributes:
-        registers: a thread's.
-        spills: NVIDIA: bytes of stack and local memory; AMD: registers spilled and bytes of scratch.
-        load, store: bytes of the widest accesses to global memory.
-        shared: bytes of memory that the threads of a program share.
-
-    """
+    """What a kernel takes: a thread's registers; spills and scratch; the widest accesses; shared bytes."""
 
     registers: int
     spills: int
@@ -60,7 +50,6 @@ class Code(NamedTuple):
 
 
 def code(asm: Mapping[str, Any]) -> Code:
-    """Return what a kernel takes, as its compiler notes it."""
     if "cubin" in asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(asm["cubin"])
@@ -88,27 +77,10 @@ def _field(pattern: str, text: str) -> int:
     return int(value)
 
 
-def compiled(
-    function: Any,
-    kinds: Mapping[str, str],
-    dtype: str,
-    target: str,
-    threads: int,
-    constants: Mapping[str, Any] = MappingProxyType({}),
-    multiples: Collection[str] = (),
-    **options: Any,
-) -> Any:
-    """Compile a kernel ahead of time, as the runtime's launch would.
+def compiled(function, kinds, dtype, target, threads, constants=MappingProxyType({}), multiples=(), **options):
+    """Compile a kernel as the runtime's launch would.
 
-    Args:
-        function: what Triton compiles.
-        kinds: types of its arguments; others point to numbers of `dtype`.
-        dtype, target: what for.
-        threads: of a program.
-        constants: arguments that are constants.
-        multiples: arguments that are multiples of 16, as all pointers are.
-        options: of the compiler.
-
+    `kinds` are the types of arguments, others point to numbers of `dtype`; `multiples` are those of 16.
     """
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -128,14 +100,7 @@ def compiled(
 
 @dataclass(frozen=True)
 class OfModule:
-    """A kernel and how it is launched.
-
-    Attributes:
-        module: name of its module.
-        pass_: forward or backward.
-        registered: the activation, gate or formula whose kernel it is.
-
-    """
+    """A kernel of a module, its pass, and the activation, gate or formula that it belongs to."""
 
     module: str
     pass_: str
@@ -143,7 +108,6 @@ class OfModule:
 
     @classmethod
     def of(cls, module: str, pass_: str, *options: Any) -> Self:
-        """Return a kernel of a generated module."""
         return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), *options)
 
 
@@ -152,11 +116,9 @@ class Kernel(OfModule):
     """A kernel of an activation; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n."""
 
     def threads(self, *dtypes: str) -> int:
-        """Return the threads of a program."""
         return self.registered.threads(*(torch.empty(0, dtype=FLOATS[dtype]) for dtype in dtypes))
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
-        """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
         return compiled(
             getattr(self.registered, self.pass_), kinds, dtype, target, self.threads(dtype, output or dtype)
@@ -170,11 +132,9 @@ class GateKernel(OfModule):
     view: bool = False
 
     def threads(self, dtype: str) -> int:
-        """Return the threads of a program."""
         return threads_of(FLOATS[dtype])
 
     def compile(self, dtype: str, target: str) -> Any:
-        """Compile ahead of time, as the runtime's launch would."""
         function = getattr(self.registered, self.pass_)
         rows = [name for name in function.arg_names if name.startswith(("width", "stride"))]
         kinds = {"n": "i64"} | dict.fromkeys(rows, "i32")
@@ -184,21 +144,13 @@ class GateKernel(OfModule):
 
 @dataclass(frozen=True)
 class BlockKernel:
-    """A kernel of block codes, for a tensor of many rows.
-
-    Attributes:
-        bits: of a code.
-        pass_: encode or decode.
-        rest: whether it is for the elements that are left over.
-
-    """
+    """A kernel of block codes, for a tensor of many rows; `rest`: for the elements that are left over."""
 
     bits: int
     pass_: str
     rest: bool = False
 
     def compile(self, dtype: str, target: str) -> Any:
-        """Compile ahead of time, as the runtime's launch would."""
         function = getattr(block_kernels, f"{self.pass_}_tile")
         kinds = {"x": f"*{dtype}", "codes": "*i64", "scales": "*bf16", "shifts": "*i64"}
         kinds |= dict.fromkeys(("rows", "across", "n"), "i32")
@@ -214,13 +166,11 @@ class LearnedKernel(OfModule):
     place: str = "one"
 
     def compile(self, dtype: str, target: str) -> Any:
-        """Compile ahead of time, as the runtime's launch would."""
         channels, inner = PLACES[self.place]
         kinds = {"numbers": "*fp32", "sums": "*fp32", "channels": "i32", "inner": "i32", "rows": "i64", "n": "i64"}
         constants = {name: None for name, given in (("channels", channels), ("inner", inner)) if not given}
-        block = (
-            self.pass_ == "backward" or self.place == "last"
-        )  # a program has one of rows and channels, or a tile
+        # a program has a block of rows and channels, or a tile
+        block = self.pass_ == "backward" or self.place == "last"
         threads = 256 if dtype == "fp32" or block else 128
         kernel = getattr(self.registered, self.pass_)
         return compiled(kernel, kinds, dtype, target, threads, constants, ("channels",) if channels else ())
@@ -228,31 +178,19 @@ class LearnedKernel(OfModule):
 
 @dataclass(frozen=True)
 class NormKernel:
-    """A kernel of a memory-sharing norm of many rows.
-
-    Attributes:
-        kind: layer or rms.
-        pass_: forward or backward.
-        columns: elements of a row.
-
-    """
+    """A kernel of a memory-sharing norm of many rows, layer or rms."""
 
     kind: str
     pass_: str
     columns: int
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
-        """Compile ahead of time, as the ops launch it; `output` is the dtype of z, if another."""
         x, z, tiling = dtype, output or dtype, plan(100_000, self.columns)
         tensors = (x, z, "fp32") if self.pass_ == "forward" else (z, z, "fp32", x)
         kernel = ms_norm_forward if self.pass_ == "forward" else ms_norm_backward
         kinds = [f"*{each}" for each in tensors] + ["i32", "i32"] + (["fp32"] if self.pass_ == "forward" else [])
-        constants = {
-            "centred": self.kind == "layer",
-            "height": tiling.height,
-            "width": tiling.width,
-            "whole": tiling.whole,
-        }
+        constants = {"centred": self.kind == "layer", "height": tiling.height}
+        constants |= {"width": tiling.width, "whole": tiling.whole}
         names = kernel.arg_names
         multiples = names[len(tensors) : len(tensors) + 1 + (self.columns % 16 == 0)]
         signature = dict(zip(names, kinds, strict=False))

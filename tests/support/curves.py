@@ -1,7 +1,5 @@
 """Activations and their derivatives, written out in NumPy and SciPy in float64: nothing of fitact takes part."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -130,9 +128,7 @@ def quad(function: Function, points: Sequence[float]) -> float:
         return sum(integrate.quad(lambda x: float(function(x)), a, b, **exact)[0] for a, b in pairwise(points))
 
 
-def step_errors(
-    curve: Curve, edges: np.ndarray, levels: np.ndarray, cuts: np.ndarray, weight: Function = np.ones_like
-) -> dict[str, float]:
+def step_errors(curve: Curve, edges, levels, cuts, weight: Function = np.ones_like) -> dict[str, float]:
     """The errors of a step function, from the closed forms of f and f′ alone; its primitive starts on f."""
     heights = curve.value(edges[0]) + np.concatenate([[0.0], np.cumsum(levels * np.diff(edges))])
     objective = mass = largest = apart = squared = 0.0

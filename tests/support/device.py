@@ -1,7 +1,5 @@
 """Device functions, run by Triton's interpreter."""
 
-from __future__ import annotations
-
 import torch
 
 from fitact.runtime.kernels.triton_compat import jit, tl

@@ -1,7 +1,5 @@
 """Gates that tests fit, each of them in PyTorch's operators, and how near kernels have to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -47,7 +45,6 @@ def halves(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def special(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every pair of some numbers."""
     largest = torch.finfo(dtype).max
     numbers = [0.0, -0.0, 1.0, -1.0, 0.3, -7.0, 7.0, 30.0, -90.0, 1e-30, largest, -largest]
     numbers += [float("inf"), float("-inf"), float("nan")]

@@ -1,7 +1,5 @@
 """For tests of generated activations: PyTorch's own, numbers and layouts, and what every kind has to tell."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -20,10 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from fitact.codegen.generate import render
-from fitact.fitter.records.fit import AnyFit
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.fit import AnyFit, StepFit
 from fitact.runtime.kernels import ops, registry
 from fitact.runtime.measure.saved import Saved
 from tests.support import package
+from tests.support.rows import full
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -117,17 +118,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def forward_op(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    key: str,
-    other: torch.Tensor | None = None,
-    *,
-    inner: int = 1,
-    eps: float = 0.0,
-    reference: bool = False,
-    check: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_op(x, dtype, key, other=None, *, inner=1, eps=0.0, reference=False, check=False):
     """y in a dtype, and the codes, by the op, or by PyTorch's operators; `check`: PyTorch's own of an op."""
     op = ops._forward_reference if reference else ops.ops.forward
     arguments = x, other, inner, eps, None, ops.NUMBER[dtype], key
@@ -136,19 +127,7 @@ def forward_op(
     return op(*arguments)
 
 
-def backward_op(
-    dy: torch.Tensor,
-    saved: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    dtype: torch.dtype,
-    key: str,
-    other: torch.Tensor | None = None,
-    *,
-    inner: int = 1,
-    wants: tuple[bool, bool] | None = None,
-    reference: bool = False,
-    check: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def backward_op(dy, saved, codes, dtype, key, other=None, *, inner=1, wants=None, reference=False, check=False):
     """The gradients of x, in a dtype, and of the other tensor, likewise; by default of all that there are."""
     wants = wants or (True, other is not None)
     op = ops._backward_reference if reference else ops.ops.backward
@@ -180,7 +159,6 @@ def run(function: Any, x: torch.Tensor, dy: torch.Tensor | None = None) -> tuple
 
 
 def sizes(saved: Saved) -> list[int]:
-    """The bytes of each storage that is saved."""
     return sorted(storage.nbytes() for storage in saved.storages.values() if storage.nbytes())
 
 
@@ -220,7 +198,6 @@ class Generated(ABC):
         return BASELINE[self.plain] if self.own is None else registry.find(self.key).value
 
     def baseline_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """PyTorch's own, by autograd."""
         leaf = x.detach().clone().requires_grad_()
         (dx,) = torch.autograd.grad(self.baseline(leaf), leaf, dy)
         return dx
@@ -241,14 +218,27 @@ class Generated(ABC):
 
 @cache
 def fits() -> dict[str, Any]:
-    """The shipped fits as plain JSON."""
     folder = files("fitact.generated") / "fits"
     texts = {path.name.removesuffix(".json"): path.read_text() for path in folder.iterdir()}
     return {name: json.loads(texts[name]) for name in sorted(texts)}
 
 
+def made_up(function: str, name: str = "some_fit", bits: int = 1, *, even: bool = False) -> StepFit:
+    return StepFit(
+        name=name,
+        method="fewbit",
+        activation=Activation.of(function),
+        bits=bits,
+        domain=(-10.0, 10.0),
+        weight=Weight(),
+        even=even,
+        borders=tuple(i / 4 for i in range(2**bits - 1)),
+        levels=tuple(i / 8 for i in range(2**bits)),
+        error={"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
+    )
+
+
 def load(fit: AnyFit) -> ModuleType:
-    """Generate the module of a fit, and import it."""
     path = Path(tempfile.mkdtemp(dir=os.environ.get("FITACT_TESTS_SHARED")), f"{fit.name}.py")
     path.write_text(render(fit), encoding="utf-8")
     return package.load(path, f"of_tests_{path.parent.name}_{fit.name}")
@@ -256,8 +246,5 @@ def load(fit: AnyFit) -> ModuleType:
 
 def each_of(ones: Callable[[], Sequence[Generated]], only: set[str] | None = None) -> pytest.MarkDecorator:
     """Parametrise `one` by activations; those not in `only` run in the full product alone."""
-    params = [
-        pytest.param(one, id=one.name, marks=[] if only is None or one.name in only else pytest.mark.full)
-        for one in ones()
-    ]
-    return pytest.mark.parametrize("one", params)
+    rows = full(ones(), lambda one: only is None or one.name in only)
+    return pytest.mark.parametrize("one", rows, ids=lambda one: one.name)

@@ -3,8 +3,6 @@
 Derivatives and approximants are written out here with NumPy and SciPy, in float64: nothing of fitact takes part.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fitact.base import FitWarning
@@ -38,25 +35,17 @@ def _polynomial(coefficients: list[float], t: np.ndarray) -> np.ndarray:
     return sum(c * t**k for k, c in enumerate(coefficients))
 
 
-def _sizes(coefficients: list[float], t: np.ndarray) -> np.ndarray:
-    return _polynomial([abs(c) for c in coefficients], t)
-
-
 def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return p/q, and how large the terms are that make it up, to which roundings are relative."""
-    radicals = [
-        radical["sign"] * _radical(y - radical["anchor"], radical["order"], radical["side"])
-        for radical in approximant["radicals"]
-    ]
-    t = np.clip(sum(radicals), approximant["low"], approximant["high"])
-    p, q = _polynomial(approximant["numerator"], t), _polynomial(approximant["denominator"], t)
-    reach = np.minimum(
-        sum(np.abs(radical) for radical in radicals), 2 * max(abs(approximant["low"]), abs(approximant["high"]))
-    )
+    terms = approximant["numerator"], approximant["denominator"]
+    radicals = [r["sign"] * _radical(y - r["anchor"], r["order"], r["side"]) for r in approximant["radicals"]]
+    low, high = approximant["low"], approximant["high"]
+    t = np.clip(sum(radicals), low, high)
+    p, q = (_polynomial(coefficients, t) for coefficients in terms)
+    reach = np.minimum(sum(np.abs(radical) for radical in radicals), 2 * max(abs(low), abs(high)))
     at = np.maximum(np.abs(t), reach)  # t may be a small difference of radicals
-    sizes = (
-        _sizes(approximant["numerator"], at) + np.abs(p / q) * _sizes(approximant["denominator"], at)
-    ) / np.abs(q)
+    of_p, of_q = (_polynomial(np.abs(coefficients), at) for coefficients in terms)
+    sizes = (of_p + np.abs(p / q) * of_q) / np.abs(q)
     for radical in approximant["radicals"]:
         if radical["order"] > 2:  # by way of a logarithm, whose rounding counts as it is large
             far = np.maximum(np.abs(y - radical["anchor"]), 1e-300)
@@ -92,13 +81,7 @@ def chain(at: float, steps: int, kind: type[np.floating]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Inverse(Generated):
-    """An inverted activation."""
-
     saves_output = True
-
-    @property
-    def published(self) -> bool:
-        return self.name.endswith("_published")
 
     @property
     def minimum(self) -> float:
@@ -109,7 +92,6 @@ class Inverse(Generated):
         return self.fit["error"][_name(dtype)]
 
     def true(self, x: torch.Tensor) -> torch.Tensor:
-        """f′(x), float64."""
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.asarray(CURVES[self.plain].derivative(x.detach().double().numpy())))
 
@@ -183,7 +165,6 @@ def _name(dtype: torch.dtype) -> str:
 
 @cache
 def inverses() -> list[Inverse]:
-    """The shipped inverted activations."""
     return [Inverse(name, fit) for name, fit in fits().items() if fit["method"] == "inverted"]
 
 
@@ -195,7 +176,6 @@ def _fitted(text: str, bits: int | None, domain: tuple[float, float] | None) -> 
 
 
 def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | None = None) -> InvertedFit:
-    """The fit of a formula."""
     fit = from_json(_fitted(text, bits, domain))
     assert isinstance(fit, InvertedFit)
     return fit
@@ -203,20 +183,12 @@ def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | Non
 
 @cache
 def made(text: str, domain: tuple[float, float] | None) -> Inverse:
-    """The module of a formula, imported."""
     fit = fitted(text, None, domain)
     return Inverse(fit.name, json.loads(fit.to_json()), load(fit))
 
 
 # A quotient of one bit, one of two with constants, the paper's approximants.
 SOME = {"gelu_inverted1", "hardswish_inverted2", "silu_inverted_published"}
-
-
-def named(*names: str) -> pytest.MarkDecorator:
-    """Parametrise `one` by some of the shipped activations."""
-    return pytest.mark.parametrize(
-        "one", [pytest.param(one, id=one.name) for one in inverses() if one.name in names]
-    )
 
 
 each_inverse = partial(each_of, inverses)

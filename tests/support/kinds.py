@@ -1,16 +1,23 @@
-"""All shipped activations, and some of every kind, including formulas of users."""
-
-from __future__ import annotations
+"""All shipped activations, some of every kind, including formulas of users, and all that the two ops compute."""
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import repeat
 
 import pytest
+import torch
+from torch import Tensor
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit, output
-from tests.support.generated import Generated, each_of, load
+from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
+from tests.support.gates import FITS, gate_module
+from tests.support.generated import Generated, each_of, load, sizes
 from tests.support.inverses import inverses, made
+from tests.support.learned import CASES, learned_module, numbers_of
 from tests.support.outputs import Output, outputs
 from tests.support.rows import full
 from tests.support.steps import Shipped, shipped
@@ -18,7 +25,6 @@ from tests.support.steps import Shipped, shipped
 
 @cache
 def every() -> list[Generated]:
-    """The shipped activations."""
     return [*shipped(), *inverses(), *outputs()]
 
 
@@ -40,7 +46,6 @@ USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fe
 
 @cache
 def kind(name: str) -> Generated:
-    """One of these kinds."""
     return OWN[name]() if name in OWN else next(one for one in every() if one.name == name)
 
 
@@ -52,3 +57,52 @@ def kinds(*quick: str) -> pytest.MarkDecorator:
 each = partial(each_of, every)
 every_kind = kinds(*USUAL)
 each_kind = kinds(*QUICK)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function of x and of what `others` makes for it; `who` errors are from; how `vmap` may cut the tensors."""
+
+    who: str
+    function: Callable[..., Tensor]
+    others: Callable[[Tensor], list[Tensor]] = lambda x: []
+    batched: tuple[tuple[int | None, ...], ...] = ((0,), (1,))
+
+    def tensors(self, x: Tensor) -> list[Tensor]:
+        return [x, *self.others(x)]
+
+
+NORMS = {"ms_layer_norm": ms_layer_norm, "ms_rms_norm": ms_rms_norm}
+# PyTorch's functions, and not; numbers of channels, and one
+SEVERAL = ("recompute", "recompute_clamped", "dyt", "swish_beta")
+OPERATIONS = (*USUAL, *SEVERAL, *NORMS)
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+def operation(name: str) -> Operation:
+    if name in NORMS:
+        return Operation("memory-sharing norm", lambda x: NORMS[name](x, x.shape[-1]))
+    if name in FITS:
+        own = FITS[name][0].name
+        return Operation(
+            own, getattr(gate_module(name), own), lambda x: [3 * torch.randn_like(x)], ((0, 1), (0, None))
+        )
+    if name in CASES:
+        case = CASES[name]
+        numbers = case.fit.activation.numbers
+        return Operation(
+            case.fit.name,
+            getattr(learned_module(name), case.fit.name),
+            lambda x: [one.detach() for one in numbers_of(case, x.shape[-1], torch.float32)],
+            ((0, *repeat(None, len(numbers))),),
+        )
+    return Operation(name, kind(name).function)
+
+
+def passes(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor | None = None, autocast=False):
+    """The value and the gradients of leaves, and the bytes of each storage that is saved."""
+    leaves = [one.detach().clone(memory_format=torch.preserve_format).requires_grad_() for one in tensors]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), count_saved() as saved:
+        y = function(*leaves)
+    y.backward(torch.ones_like(y) if dy is None else dy.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves)], sizes(saved)

@@ -1,7 +1,5 @@
 """Formulas with learned parameters, and each of them in PyTorch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,7 +70,6 @@ def learned_module(name: str) -> ModuleType:
 
 
 def call(name: str, x: torch.Tensor, numbers: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
-    """Call the function that is generated for a case."""
     y: torch.Tensor = getattr(learned_module(name), CASES[name].fit.name)(
         x, *numbers, *([dim] if CASES[name].wide else [])
     )
@@ -80,7 +77,6 @@ def call(name: str, x: torch.Tensor, numbers: Sequence[torch.Tensor], dim: int =
 
 
 def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """Numbers near their starts, as leaves."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (number.start + 0.1 * torch.randn(channels if number.channel else 1, generator=generator, dtype=dtype))

@@ -1,7 +1,5 @@
 """The files of the package, also where they are installed live; and other files as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import pkgutil
 import sys

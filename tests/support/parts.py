@@ -3,8 +3,6 @@
 FITACT_TESTS_PART is "i/n": test i and every n-th after it. FITACT_TESTS_RESULTS is the number of an open file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

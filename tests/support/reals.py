@@ -1,7 +1,5 @@
 """Formulas in mpmath: Python parses a text and mpmath evaluates it, so nothing of fitact takes part."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of refusals share: records with one change, errors of one line, and a limit of time."""
 
-from __future__ import annotations
-
 import copy
 import json
 import signal

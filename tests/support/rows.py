@@ -1,7 +1,5 @@
 """Rows of parametrised tests: texts in a table, and what runs in the full product alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any

@@ -1,14 +1,12 @@
 """What tests of step activations share: the shipped ones, and a plain oracle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
 
-from tests.support.generated import HALVES, Generated, each_of, fits, patterns, same
+from tests.support.generated import HALVES, Generated, fits, patterns, same
 
 # Exact as step functions: PyTorch's own gradient is the reference at every float.
 PIECEWISE_LINEAR = ("hardshrink", "hardsigmoid", "hardtanh", "identity", "leaky_relu", "relu", "relu6")
@@ -17,15 +15,15 @@ PIECEWISE_LINEAR += ("softshrink", "threshold")
 
 @dataclass(frozen=True)
 class Shipped(Generated):
-    """A step activation."""
-
     saves_output = False
 
-    def derivative(self, x: torch.Tensor) -> torch.Tensor:
-        """The level of each element in float64, by the definition: how many borders lie strictly below."""
+    def code(self, x: torch.Tensor, _dtype: torch.dtype) -> torch.Tensor:
+        """How many borders lie strictly below."""
         at = x.detach().double().abs() if self.fit["even"] else x.detach().double()
-        code = sum((at > border).long() for border in self.fit["borders"])
-        return torch.tensor(self.fit["levels"], dtype=torch.float64)[code]
+        return sum((at > border).long() for border in self.fit["borders"])
+
+    def derivative(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.fit["levels"], dtype=torch.float64)[self.code(x, x.dtype)]
 
     def gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """dy · level, multiplied in float32 (float64 for float64) and rounded to the dtype of dy."""
@@ -45,11 +43,7 @@ class Shipped(Generated):
 
 @cache
 def shipped() -> list[Shipped]:
-    """The shipped step activations."""
     return [Shipped(name, fit) for name, fit in fits().items() if "levels" in fit]
-
-
-each = partial(each_of, shipped)
 
 
 def around(borders: list[float], dtype: torch.dtype) -> torch.Tensor:
@@ -59,13 +53,3 @@ def around(borders: list[float], dtype: torch.dtype) -> torch.Tensor:
     below, above = np.nextafter(at, kind(-np.inf)), np.nextafter(at, kind(np.inf))
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], dtype=kind)
     return torch.from_numpy(np.concatenate([at, below, above, -at, -below, -above, special]))
-
-
-# One of each kind: every width, an even derivative, a jump, exact steps, a formula that PyTorch lacks.
-SOME = {
-    *(f"gelu_fewbit{bits}" for bits in (1, 2, 3, 4)),
-    "hardtanh_fewbit1",
-    "quick_gelu_fewbit3",
-    "relu6_fewbit2",
-}
-SOME |= {"selu_fewbit3", "tanh_fewbit3"}

@@ -1,12 +1,9 @@
 """What the tests of values share: formulas, the modules generated from them, and the error that they may have.
 
-The truth is the float64 value, which `test_values` compares with many digits. A module's value, in a dtype with
-the unit roundoff u, may be off by `roundings` · u · (|f| + |x f′|) plus FLOOR, and is then rounded once to the
-dtype. The second term is for the rounding of x and of intermediate results. Where a root of f is within NEAR, the
-larger sum at x ± NEAR counts, because only absolute accuracy is promised there.
+The truth is the float64 value. A module's value, in a dtype with the unit roundoff u, may be off by
+`roundings` · u · (|f| + |x f′|) plus FLOOR, and is then rounded once. Where a root of f is within NEAR, the larger
+sum at x ± NEAR counts, because only absolute accuracy is promised there.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Sequence
@@ -26,10 +23,8 @@ from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.exact import value as exact_value
 from fitact.fitter.expr.parser import parse
-from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import StepFit
 from tests.conftest import INTERPRETED
-from tests.support.generated import load, patterns
+from tests.support.generated import load, made_up, patterns
 from tests.support.literature import LITERATURE
 from tests.support.reals import MP, REAL
 from tests.support.rows import full, listed
@@ -119,7 +114,6 @@ EACH = each(FORMULAS)
 
 @shared
 def reported(text: str) -> str | None:
-    """What `check` says of a formula."""
     return problem(activation(text))
 
 
@@ -134,23 +128,7 @@ def may_fail(formula: Formula) -> bool:
 
 @cache
 def module(text: str) -> ModuleType:
-    """Return the module generated for a formula; its step function is made up, the value does not depend on it."""
-    fit = StepFit(
-        name="some_fit",
-        method="fewbit",
-        activation=activation(text),
-        bits=1,
-        domain=(-10.0, 10.0),
-        weight=Weight(),
-        even=False,
-        borders=(0.0,),
-        levels=(0.0, 1.0),
-        error={"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
-    )
-    return load(fit)
-
-
-# ------------------------------------------------------------------------------------------------- the points
+    return load(made_up(text))
 
 
 @cache
@@ -170,9 +148,6 @@ def few_points() -> Array:
     far = np.geomspace(1.7e-7, 1e30, 14)
     some = np.concatenate([np.linspace(-29.3, 30.1, 15), far, -far, [-265.0, -95.0, -60.0, 60.0, 95.0]])
     return np.unique(some).astype(np.float32).astype(np.float64)
-
-
-# ---------------------------------------------------------------------------------------------- the comparison
 
 
 def truth(formula: Formula, at: Array) -> Array:
@@ -211,13 +186,7 @@ def _at_points(formula: Formula) -> tuple[Array, Array]:
     return true, allowed(formula, at, middle=true)
 
 
-def misses(
-    formula: Formula, found: torch.Tensor, x: torch.Tensor, *, truncated: bool = False, limit: float = LIMIT
-) -> list[str]:
-    """Return a line for each point at which a result is not the truth, as far as the dtype has it.
-
-    truncated: whether the rounding to the dtype may be towards 0.
-    """
+def check(formula: Formula, found: torch.Tensor, x: torch.Tensor, limit: float = LIMIT) -> None:
     assert found.dtype == x.dtype and found.shape == x.shape
     at = x.double().numpy()
     known = points(torch.float32).double().numpy()
@@ -229,49 +198,29 @@ def misses(
         error = allowed(formula, at, x.dtype, true)
     error = np.where(np.isfinite(true), error, 0.0)
     low, high = (torch.from_numpy(true + d).to(x.dtype).double().numpy() for d in (-error, error))
-    if truncated:
-        low, high = low - np.abs(low) * 2.0**-7, high + np.abs(high) * 2.0**-7
     result = found.double().numpy()
     wrong = ~((result >= low) & (result <= high)) & (np.abs(true) <= limit)
-    return [
-        f"at {at[i]!r}: {result[i]!r}, not {true[i]!r}, give or take {error[i]:.1e}" for i in np.flatnonzero(wrong)
-    ]
-
-
-def report(formula: Formula, lines: list[str]) -> str:
-    return "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], "...", *lines[-4:]])
+    lines = [f"at {at[i]!r}: {result[i]!r}, not {true[i]!r} ± {error[i]:.1e}" for i in np.flatnonzero(wrong)]
+    assert not lines, "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], *lines[-4:]])
 
 
 def exact(formula: Formula, at: Array) -> Array:
     """Return f with 260 digits at the points, rounded to float64, from the formula as it was typed."""
-    return np.array([_multiprecision(formula.text, point) for point in at.tolist()])
+    return np.array([float(exact_value(parse(formula.text), point, 260)) for point in at.tolist()])
 
-
-@cache
-def _multiprecision(text: str, point: float) -> float:
-    return float(exact_value(parse(text), point, 260))
-
-
-# -------------------------------------------------------------------------------------- what `check` has named
 
 VALUE = re.compile(r"in float32 it is (\S+) at x = (\S+) in place of (\S+): ")
 DERIVATIVE = re.compile(r"its derivative is computed as (\S+) at x = (\S+) in place of (\S+): ")
 
 
-def named(text: str, pattern: re.Pattern[str]) -> tuple[float, float, float]:
+def named(text: str, pattern: re.Pattern[str]) -> list[float]:
     """Return what a report says was found, at which x, and what is true."""
-    match = pattern.match(reported(text) or "")
-    assert match is not None
-    found, at, true = map(float, match.groups())
-    return found, at, true
+    return [*map(float, pattern.match(reported(text) or "").groups())]
 
 
 def neighbours(at: float) -> torch.Tensor:
     """The float32 numbers that `at`, which was printed with four digits, may stand for."""
     return torch.from_numpy(np.linspace(at * (1 - 5e-4), at * (1 + 5e-4), 41).astype(np.float32))
-
-
-# ---------------------------------------------------------------------------------------------- the functions
 
 
 def defined(name: str, at: Array) -> Array:
