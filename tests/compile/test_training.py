@@ -72,8 +72,7 @@ class Half(nn.Module):
             self.first.bias.mul_(1e-4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.block(torch.tanh(self.first(x)) * 1e4))
-        return y
+        return self.last(self.block(torch.tanh(self.first(x)) * 1e4))
 
 
 def test_scaled_losses() -> None:

@@ -19,13 +19,11 @@ SIZE = 24
 
 
 def llama(width: int) -> nn.Module:
-    norm: nn.Module = imported("transformers.models.llama.modeling_llama").LlamaRMSNorm(width)
-    return norm
+    return imported("transformers.models.llama.modeling_llama").LlamaRMSNorm(width)
 
 
 def gemma(width: int) -> nn.Module:
-    norm: nn.Module = imported("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(width)
-    return norm
+    return imported("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(width)
 
 
 NORMS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm, "LLaMA's": llama, "Gemma's": gemma}

@@ -229,8 +229,7 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        y: Tensor = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Attentions(TorchDispatchMode):
@@ -313,8 +312,7 @@ class Biased(nn.Module):
         places = torch.arange(x.shape[1])
         mask = self.table((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
         y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), **self.options)
-        z: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return z
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
@@ -353,14 +351,12 @@ def model_of(name: str) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **sizes)
     config.use_cache = False
     how = "sdpa" if name in SDPA else "eager"
-    made: nn.Module = transformers.AutoModel.from_config(config, attn_implementation=how)
-    return made
+    return transformers.AutoModel.from_config(config, attn_implementation=how)
 
 
 def call(name: str, model: Any, x: Tensor) -> Tensor:
     given = {"decoder_inputs_embeds": x.detach().flip(0)} if name.startswith("t5") else {}
-    y: Tensor = model(inputs_embeds=x, **given).last_hidden_state
-    return y
+    return model(inputs_embeds=x, **given).last_hidden_state
 
 
 @pytest.mark.parametrize("setting", ["float32", "bfloat16", "float16", "autocast"])
@@ -400,8 +396,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.weigh(self.q(x) @ self.k(x).transpose(-1, -2) * 0.25)
-        y: Tensor = self.o(weights.to(x.dtype) @ self.v(x))
-        return y
+        return self.o(weights.to(x.dtype) @ self.v(x))
 
 
 WEIGH: dict[str, Callable[[Tensor], Tensor]] = {

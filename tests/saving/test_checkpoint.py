@@ -107,8 +107,7 @@ def test_tensors_by_name(coded: list[Tensor]) -> None:
         return layer(x) + factor * layer(more)
 
     def call(check: Any, layer: Layer, x: Tensor, **options: Any) -> Tensor:
-        y: Tensor = check(function, layer, x, more=x.sin(), factor=2.0, **options)
-        return y
+        return check(function, layer, x, more=x.sin(), factor=2.0, **options)
 
     layer = Layer()
     expected = step(layer, partial(call, torchs.checkpoint, use_reentrant=False))
@@ -140,8 +139,7 @@ def test_inside_of_another(outside: str) -> None:
     def function(layer: Layer, x: Tensor, error: str) -> Tensor:
         hidden = layer(x)
         inner.append(StorageWeakRef(hidden.untyped_storage()))
-        y: Tensor = fitact.checkpoint(layer, hidden, error=error)
-        return y
+        return fitact.checkpoint(layer, hidden, error=error)
 
     def call(layer: Layer, x: Tensor, error: str) -> Tensor:
         y: Tensor = check(function, layer, x, error)

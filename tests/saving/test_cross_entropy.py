@@ -48,8 +48,7 @@ class Model(nn.Module):
         logits = self.head(x)
         logits = (logits.float() if self.widen else logits).flatten(0, -2)
         if self.made:
-            loss: Tensor = nn.CrossEntropyLoss(**self.options)(logits, self.target)
-            return loss
+            return nn.CrossEntropyLoss(**self.options)(logits, self.target)
         return F.cross_entropy(logits, self.target, **self.options)
 
 

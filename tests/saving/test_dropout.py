@@ -59,8 +59,7 @@ class Dropped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.fc(x))
-        total: Tensor = sum(out(drop(self.layout(y))) for drop, out in zip(self.drops, self.outs, strict=True))
-        return total
+        return sum(out(drop(self.layout(y))) for drop, out in zip(self.drops, self.outs, strict=True))
 
 
 READ: dict[str, Callable[[Tensor], Tensor]] = {

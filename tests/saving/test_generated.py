@@ -31,8 +31,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.fc1(x))
-        z: Tensor = self.fc2(y.view(4, -1, 32)).view(-1, 16) if self.view else self.fc2(y)
-        return z
+        return self.fc2(y.view(4, -1, 32)).view(-1, 16) if self.view else self.fc2(y)
 
 
 @pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "accumulated", "retained"])

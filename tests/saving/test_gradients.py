@@ -401,8 +401,7 @@ class Readers(nn.Module):
         self.q, self.k, self.v, self.act = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.v(self.act(self.q(x)) * self.k(x)) + self.v(x)
-        return y
+        return self.v(self.act(self.q(x)) * self.k(x)) + self.v(x)
 
 
 def mlp(*first: nn.Module) -> nn.Sequential:

@@ -219,8 +219,7 @@ def regions(remat: Any, **options: Any) -> Call:
         return x
 
     def call(block: Layer, x: Tensor) -> Tensor:
-        y: Tensor = remat.checkpoint(region_name="block", **options)(forward)(block, x)
-        return y
+        return remat.checkpoint(region_name="block", **options)(forward)(block, x)
 
     return call
 
@@ -251,8 +250,7 @@ def test_masks_in_torch_remat(remat: Any) -> None:
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask * 1)
 
     def forward(block: Layer, x: Tensor) -> Tensor:
-        y: Tensor = remat.region(attend, "attention", recompute=False)(0.3 * block.norm(x))
-        return y
+        return remat.region(attend, "attention", recompute=False)(0.3 * block.norm(x))
 
     options = {"saved_tensors_hooks": fitact.hooks()}
     call = remat.checkpoint(region_name="block", **options)(forward)

@@ -45,10 +45,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = self.router(x)
         x = self.enter(x)
-        y: Tensor = self.leave(
-            self.each(x, weights, experts) if self.how == "each" else self.all(x, weights, experts)
-        )
-        return y
+        return self.leave(self.each(x, weights, experts) if self.how == "each" else self.all(x, weights, experts))
 
     def all(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         expert, order = torch.sort(experts.reshape(-1))
@@ -59,8 +56,7 @@ class Experts(nn.Module):
         else:
             back = order.argsort()
         rows = rows + self.leave.weight[expert]
-        y: Tensor = rows[back].view(len(x), CHOSEN, WIDTH).sum(1)
-        return y
+        return rows[back].view(len(x), CHOSEN, WIDTH).sum(1)
 
     def each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         y = torch.zeros_like(x)

@@ -125,8 +125,7 @@ def test_what_is_left_as_it_is(of: str) -> None:
 
     def norm_again(x: Tensor, *others: Any) -> Tensor:
         runs.append(of)
-        y: Tensor = LigerRMSNormFunction.apply(x, *others)
-        return y
+        return LigerRMSNormFunction.apply(x, *others)
 
     def function(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
         if "cast" in of:

@@ -45,8 +45,7 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x * self.weight
-        return y
+        return x * self.weight
 
 
 class Last(nn.Module):
@@ -57,8 +56,7 @@ class Last(nn.Module):
         self.dense, self.drop, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.drop(self.dense(x)) + x)
-        return y
+        return self.norm(self.drop(self.dense(x)) + x)
 
 
 def stack(make: Callable[[], nn.Module], count: int = 2) -> nn.Module:
@@ -123,8 +121,7 @@ class Repeats(nn.Module):
         k, v = (layer(x).view(len(x), -1, 2, 8).transpose(1, 2) for layer in (self.k, self.v))
         k = k * torch.linspace(0.5, 1, 8, dtype=self.k.weight.dtype)
         k, v = (one[:, :, None].expand(-1, -1, 2, -1, -1).reshape(len(x), 4, -1, 8) for one in (k, v))
-        y: Tensor = F.softmax(q @ k.transpose(2, 3), -1) @ v
-        return y
+        return F.softmax(q @ k.transpose(2, 3), -1) @ v
 
 
 @precisions
@@ -158,8 +155,7 @@ def named(kind: str, name: str, *given: int) -> nn.Module:
     imported("transformers")
     if kind == "activations":
         return imported("transformers.activations").ACT2FN[name]
-    made: nn.Module = getattr(imported(f"transformers.models.{kind}.modeling_{kind}"), name)(*given)
-    return made
+    return getattr(imported(f"transformers.models.{kind}.modeling_{kind}"), name)(*given)
 
 
 MAKE: dict[str, Callable[[], nn.Module]] = {

@@ -18,12 +18,10 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(32, 16, bias=bias)
 
     def hidden(self, x: Tensor) -> Tensor:
-        y: Tensor = self.act(self.fc1(self.norm(x)))
-        return y
+        return self.act(self.fc1(self.norm(x)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.drop(self.hidden(x)))
-        return y
+        return self.fc2(self.drop(self.hidden(x)))
 
 
 class Read(MLP):
@@ -75,8 +73,7 @@ class Gate(nn.Module):
         self.inner = self.Inner(act, p, halves)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.inner(self.pre(x))
-        return y
+        return x + self.inner(self.pre(x))
 
     class Inner(nn.Module):
         def __init__(self, act: Callable[[], nn.Module], p: float, halves: int) -> None:
@@ -93,8 +90,7 @@ class Gate(nn.Module):
                 g, u = g.chunk(2, dim=-1)[:: self.halves]
             else:
                 u = self.wam(x)
-            y: Tensor = self.out(self.sieve(self.zap(g) * u))
-            return y
+            return self.out(self.sieve(self.zap(g) * u))
 
 
 class Own(nn.Module):
@@ -144,12 +140,10 @@ class Layer(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     def mlp(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.drop(F.gelu(self.up(self.second(x)))))
-        return y
+        return self.down(self.drop(F.gelu(self.up(self.second(x)))))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)

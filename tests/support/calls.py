@@ -23,8 +23,7 @@ class Feed(nn.Module):
         self.fc1, self.fc2 = nn.Linear(16, WIDE), nn.Linear(WIDE, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(F.dropout(self.call(self.fc1(self.norm(x))), self.p, self.training))
-        return y
+        return self.fc2(F.dropout(self.call(self.fc1(self.norm(x))), self.p, self.training))
 
 
 class Experts(nn.Module):
@@ -75,8 +74,7 @@ class Attention(nn.Module):
         q = self.q_norm(self.q(x).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k(x).view(heads)).transpose(1, 2)
         y = self.call(self.rotated(q), self.rotated(k), self.v(x).view(heads).transpose(1, 2))
-        z: Tensor = self.o(y.transpose(1, 2).reshape(*x.shape[:-1], 64))
-        return z
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:-1], 64))
 
 
 def repeated(x: Tensor) -> Tensor:
@@ -105,8 +103,7 @@ class Cast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         wide = F.linear(F.linear(y.to(torch.float64), self.a.weight.double()), self.b.weight.double())
-        z: Tensor = self.base(y) + wide.to(y.dtype)
-        return z
+        return self.base(y) + wide.to(y.dtype)
 
 
 CALLS: dict[str, Callable[[], nn.Module]] = {

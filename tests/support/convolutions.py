@@ -22,8 +22,7 @@ class Turned(nn.Module):
         self.fc, self.act, self.conv = nn.Linear(8, 16), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(self.act(self.fc(x)).transpose(2, 3)[:, :, ::2])
-        return y
+        return self.conv(self.act(self.fc(x)).transpose(2, 3)[:, :, ::2])
 
 
 def unit(norm: Callable[[], nn.Module], act: Callable[[], nn.Module], n: int = 2) -> nn.Module:

@@ -74,8 +74,7 @@ ADAPTERS = {  # dropout, adapters in float32
 def _model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in TIMM:
-        model: nn.Module = imported("timm").create_model(name, num_classes=10, **TIMM[name])
-        return model
+        return imported("timm").create_model(name, num_classes=10, **TIMM[name])
     transformers = imported("transformers")
     name, _, each = name.partition(", ")
     config = transformers.AutoConfig.for_model(name, **(FAMILIES | MORE | NEWER)[name])
@@ -126,8 +125,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = peft.get_peft_model(model, config, autocast_adapter_dtype=wide)
-    trained: nn.Module = model.train()
-    return trained
+    return model.train()
 
 
 def inputs_of(name: str, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
