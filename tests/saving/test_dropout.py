@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitact import saving
 from fitact.runtime.kernels import reference
-from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
-from tests.support.saving import agree, train
+from tests.support.blocks import MODELS
+from tests.support.saving import agree, both_ways, train
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1024, 1025, 8191, 8192, 8193, 9216, 9217, 20000, 24576]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,61 +48,22 @@ def test_layouts(layout: str) -> None:
     assert packed.shape == pack(mask).shape and (again.shape, again.stride()) == (mask.shape, mask.stride())
 
 
-class Dropped(nn.Module):
-    """Layers that read one output, each after a dropout of its own, in some layout."""
-
-    def __init__(self, p: float, layout: Callable[[Tensor], Tensor], readers: int = 1) -> None:
-        super().__init__()
-        self.fc, self.act, self.layout = nn.Linear(48, 24), nn.GELU(), layout
-        self.drops = nn.ModuleList(nn.Dropout(p) for _ in range(readers))
-        self.outs = nn.ModuleList(nn.LazyLinear(24) for _ in range(readers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.fc(x))
-        return sum(out(drop(self.layout(y))) for drop, out in zip(self.drops, self.outs, strict=True))
-
-
-READ: dict[str, Callable[[Tensor], Tensor]] = {
-    "whole": lambda y: y,
-    "turned": lambda y: y.transpose(0, 1),
-    "slice": lambda y: y[:, 1:4],
-    "every other": lambda y: y[..., ::2],
-    "one, expanded": lambda y: y[:1].expand(3, -1, -1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("read", READ)
-def test_gradients(read: str, dtype: torch.dtype) -> None:
-    for p in (1e-9, 0.1, 1 - 1e-4):
-        for shape in ((5, 7, 48), (1, 1, 48), (0, 4, 48)):
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-            def make(p: float = p, x: Tensor = x) -> nn.Module:
-                model = Dropped(p, READ[read], readers=2)
-                model(x[:1] if len(x) else x.new_ones(1, *x.shape[1:]))
-                return model
-
-            agree(make, x=x, dtype=dtype, raises="both")  # no text can be expanded
-
-
 def test_bits_are_saved() -> None:
     """Of three readers, each after a dropout: the output's input, and three masks."""
-    x = torch.randn(64, 16, 48)
-    model = Dropped(0.1, READ["whole"], readers=3)
-    model(x)
-    with count_saved(model) as saved, saving():
-        y = model(x)
-    rows = x.numel() // 48
-    assert saved.bytes == 4 * x.numel() + 4 * rows * 24 + 3 * rows * 24 // 8
-    y.sum().backward()
+    x, up = torch.randn(64, 16, 48), nn.Linear(48, 24)
+    outs = [nn.Linear(24, 24) for _ in range(3)]
+
+    def compute(x: Tensor, *_: Tensor) -> Tensor:
+        y = F.gelu(up(x))
+        return sum(out(F.dropout(y, 0.1)) for out in outs)
+
+    rows, parameters = 64 * 16, [one for layer in (up, *outs) for one in layer.parameters()]
+    _, after = both_ways(compute, x, *parameters)
+    assert after == 4 * (x.numel() + rows * 24 + 3 * 24 * 24) + 3 * rows * 24 // 8
 
 
 def test_training_and_evaluation() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 700), nn.SiLU(), nn.Dropout(0.3), nn.Linear(700, 16))
-
     def step(model: Any, x: Tensor) -> Any:
         return [train(model.train(training), x) for training in (True, False, True)]
 
-    agree(make, step, torch.randn(31, 16))
+    agree(MODELS["dropout"], step)

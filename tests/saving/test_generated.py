@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fitact.codegen import bundle
 from fitact.generated.swish_beta_recompute import SwishBetaRecompute
 from fitact.runtime.measure.saved import count_saved
 from tests.support.around import AROUND
+from tests.support.blocks import Of
 from tests.support.generated import same, sizes
 from tests.support.learned import recomputed
 from tests.support.saving import agree
@@ -24,27 +25,24 @@ from tests.support.saving import agree
 ROWS = 1024
 
 
-class MLP(nn.Module):
-    def __init__(self, act: Callable[[Tensor], Tensor], view: bool = False) -> None:
-        super().__init__()
-        self.act, self.fc1, self.fc2, self.view = act, nn.Linear(16, 32), nn.Linear(32, 16), view
+def mlp(act: nn.Module, view: bool = False) -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        y = m.act(m.fc1(x))
+        return m.fc2(y.view(4, -1, 32)).view(-1, 16) if view else m.fc2(y)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.fc1(x))
-        return self.fc2(y.view(4, -1, 32)).view(-1, 16) if self.view else self.fc2(y)
+    return Of(call, fc1=nn.Linear(16, 32), act=act, fc2=nn.Linear(32, 16))
 
 
 @pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "accumulated", "retained"])
 def test_the_same_gradients(around: str) -> None:
     x = torch.randn(ROWS, 16) * 3
     for view in (False, True):
-        agree(lambda view=view: MLP(SwishBetaRecompute(), view), AROUND[around], x)
-    agree(lambda: MLP(SwishBetaRecompute()), AROUND[around], x.view(4, -1, 16))
+        agree(lambda view=view: mlp(SwishBetaRecompute(), view), AROUND[around], x)
+    agree(lambda: mlp(SwishBetaRecompute()), AROUND[around], x.view(4, -1, 16))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_convolutions(layout: torch.memory_format) -> None:
-    """What is recomputed has the order in memory that the convolution was given."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), SwishBetaRecompute(), nn.Conv2d(8, 4, 3, padding=1))
     model, x = model.to(memory_format=layout), torch.randn(2, 3, 12, 11).to(memory_format=layout)
     with count_saved(model) as saved, saving():
@@ -56,7 +54,6 @@ def test_convolutions(layout: torch.memory_format) -> None:
 
 @pytest.fixture
 def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A folder that needs no fitact, imported."""
     for path, text in bundle.plan([recomputed("swish_beta", "alone")]).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text, encoding="utf-8")
@@ -68,8 +65,8 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 def test_a_standalone_folder(standalone: nn.Module) -> None:
     """Its outputs are found too, and recomputed by an op of its own."""
-    model, x = MLP(standalone), torch.randn(ROWS, 16) * 3
+    model, x = mlp(standalone), torch.randn(ROWS, 16) * 3
     with count_saved(model) as saved, saving():
         model(x)
     assert sizes(saved) == sorted([x.nbytes, 4 * ROWS * 32])
-    agree(lambda: MLP(standalone), x=x)
+    agree(lambda: mlp(standalone), x=x)

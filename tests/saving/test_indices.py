@@ -14,100 +14,47 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fitact import saving
-from fitact.runtime.measure.saved import count_saved
-from tests.support.saving import PRECISIONS, agree, cast, differences, observed, pair, saves, train
+from tests.support.blocks import Of
+from tests.support.saving import both_ways, cast, differences, observed, pair, precisions, saving_less, train
 
-WIDTH, EXPERTS, CHOSEN, ROWS = 16, 5, 2, 300
+WIDTH, EXPERTS, ROWS = 16, 5, 300
 
 
-class Router(nn.Module):
-    """The weights of the likeliest experts, divided in place by their sum, and the experts' numbers."""
+def routed(change: bool = False) -> nn.Module:
+    """Return a model that sends rows to experts and back; it may change the order of the rows afterwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, EXPERTS)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        odds = F.softmax(self.gate(x.round()).float(), -1)  # some are equal
-        weights, experts = odds.topk(CHOSEN, -1)
+    def call(m: Any, x: Tensor) -> Tensor:
+        odds = F.softmax(m.gate(x.round()).float(), -1)  # some are equal
+        weights, experts = torch.topk(odds, 2, dim=-1)
         weights /= weights.sum(-1, keepdim=True)
-        return weights.to(x.dtype), experts
-
-
-class Experts(nn.Module):
-    """Activations instead of experts, together or one by one."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.router, self.how = Router(), how
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.router(x)
-        x = self.enter(x)
-        return self.leave(self.each(x, weights, experts) if self.how == "each" else self.all(x, weights, experts))
-
-    def all(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        expert, order = torch.sort(experts.reshape(-1))
-        rows = x[order // CHOSEN].sin() * weights.reshape(-1)[order][:, None]
-        if self.how == "inverse":
-            back = torch.empty_like(order)
-            back[order] = torch.arange(order.size(0))
-        else:
-            back = order.argsort()
-        rows = rows + self.leave.weight[expert]
-        return rows[back].view(len(x), CHOSEN, WIDTH).sum(1)
-
-    def each(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        with torch.no_grad():
-            mask = F.one_hot(experts, num_classes=EXPERTS).permute(2, 1, 0)
-        for one in mask:
-            place, row = torch.where(one)
-            y.index_add_(0, row, (x[row].sin() * weights[row, place, None]).to(y.dtype))
-        return y
-
-
-class Routed(nn.Module):
-    """Rows in the order of their experts, and back."""
-
-    def __init__(self, change: bool = False) -> None:
-        super().__init__()
-        self.gate, self.layer, self.change = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, WIDTH), change
-        self.register_buffer("table", torch.arange(5).flip(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, experts = torch.topk(self.gate(x), 2, dim=-1)
-        best, place = self.gate(x).max(1)
-        order = experts.reshape(-1).argsort(stable=True)
-        rows = F.gelu(self.layer(F.gelu(x)))[order // 2]
+        best, place = m.gate(x).max(1)
+        expert, order = torch.sort(experts.reshape(-1), stable=True)
+        rows = F.gelu(m.layer(F.gelu(x)))[order // 2].sin() + m.layer.weight[expert]
         rows = rows * weights.reshape(-1)[order, None] + best[order // 2][:, None]
-        y = torch.zeros_like(x).index_add_(0, order // 2, rows.to(x.dtype))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0))
+        y = rows[back].view(len(x), 2, WIDTH).sum(1) + rows[order.argsort()][: len(x)]
+        y = y.index_add(0, order // 2, rows.to(y.dtype))
         both = torch.where(experts == 3)
-        y = y + F.gelu(x)[both].sum() + weights[:, self.table[:1] - 5].sum() + (place * 1.0).mean()
-        if self.change:
+        y = y + F.gelu(x)[both].sum() + weights[:, m.table[:1] - 5].sum() + (place * 1.0).mean()
+        if change:
             order.zero_()
         return y
 
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{how: partial(Experts, how) for how in ("inverse", "argsort", "each")},
-    "routed": Routed,
-}
+    parts = {"gate": nn.Linear(WIDTH, EXPERTS), "layer": nn.Linear(WIDTH, WIDTH)}
+    return Of(call, **parts, table=nn.Buffer(torch.arange(EXPERTS).flip(0)))
 
 
-@pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS.values(), ids=PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
-def test_experts(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+@precisions
+def test_experts(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """The same bits; indices of up to 300 rows take one or two bytes each."""
-    x = torch.randn(ROWS, WIDTH).to(dtype)
-    models = agree(MODELS[name], x=x, dtype=dtype, autocast=autocast)
-    before, after = saves(models, x, autocast)
+    x = torch.randn(ROWS, WIDTH)
+    before, after = saving_less(routed, x, dtype=dtype, autocast=autocast)
     assert after < before
     tensors: list[Tensor] = []
     hooks = saved_tensors_hooks(lambda one: tensors.append(one) or one, lambda one: one)
     with hooks, cast(autocast), saving():
-        y = models[0](x.requires_grad_())
+        y = routed().to(dtype)(x.to(dtype).requires_grad_())
     del y
     numbers = [one for one in tensors if not one.is_floating_point() and one.numel() > ROWS // EXPERTS]
     assert {one.dtype for one in numbers} <= {torch.int8, torch.int16, torch.uint8} and numbers
@@ -116,8 +63,8 @@ def test_experts(name: str, dtype: torch.dtype, autocast: torch.dtype | None) ->
 def test_an_index_that_is_changed_later() -> None:
     """What is saved is a copy, so gradients are those of the index as it was; PyTorch raises."""
     torch.manual_seed(0)
-    baseline, x = Routed(), torch.randn(300, WIDTH)
-    changing, model = pair(partial(Routed, change=True))
+    baseline, x = routed(), torch.randn(ROWS, WIDTH)
+    changing, model = pair(partial(routed, change=True))
     model.load_state_dict(baseline.state_dict())
     assert str(observed(changing, train, x)).startswith("raises")
     assert not differences(observed(baseline, train, x), observed(model, train, x))
@@ -126,12 +73,9 @@ def test_an_index_that_is_changed_later() -> None:
 @pytest.mark.parametrize(("size", "bytes_of_one"), [(128, 1), (129, 2), (2**15, 2), (2**15 + 1, 4)])
 def test_the_fewest_bytes(size: int, bytes_of_one: int) -> None:
     """Of all numbers that index a dimension, also from its end."""
-    x, index = torch.randn(size, requires_grad=True), torch.arange(-size, size)[::2].contiguous()
-    with count_saved() as saved, saving():
-        y = x[index]
-    assert saved.bytes == bytes_of_one * index.numel()
-    found, expected = (torch.autograd.grad(one, x, index.float())[0] for one in (y, x[index]))
-    assert torch.equal(found, expected)
+    index = torch.arange(-size, size)[::2].contiguous()
+    _, after = both_ways(lambda x: x[index], torch.randn(size, requires_grad=True))
+    assert after == bytes_of_one * index.numel()
 
 
 GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -146,15 +90,10 @@ GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("around", [nullcontext, save_on_cpu])
 def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
     """Also outside of hooks; and an expanded index is not stored once for each row."""
-    x, index = torch.randn(40, 90, requires_grad=True), GIVEN[given](torch.randint(40, (30, 90)))
-    found, sizes = [], []
-    for context in nullcontext(), saving():
-        with around(), count_saved() as saved, context:
-            y = (x * 2).gather(0, index)
-        found.append(torch.autograd.grad(y, x, torch.linspace(-1, 1, y.numel()).view(y.shape))[0])
-        sizes.append(saved.bytes)
-    assert torch.equal(*found)
-    assert sizes[0] - sizes[1] >= (0 if given == "expanded" else 7 * index.numel())
+    index = GIVEN[given](torch.randint(40, (30, 90)))
+    with around():
+        before, after = both_ways(lambda x: (x * 2).gather(0, index), torch.randn(40, 90, requires_grad=True))
+    assert before - after >= (0 if given == "expanded" else 7 * index.numel())
 
 
 @pytest.mark.parametrize(

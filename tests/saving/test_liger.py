@@ -77,7 +77,6 @@ def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(context: Any, function: Any, factors: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:
-    """Return the gradients of a step, and the bytes that it saves."""
     torch.manual_seed(0)
     weights = [torch.randn(64, 64, dtype=dtype, requires_grad=True) for _ in range(4)]
     scale, x = torch.randn(64, dtype=dtype, requires_grad=True), torch.randn(4, 64, 64, dtype=dtype)

@@ -99,7 +99,6 @@ def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
 def test_turning_back(kind: type[nn.Module]) -> None:
-    """A new module of the class is one of the user's class."""
     model = kind()
     fitact.convert(model)
     assert Registered.known == ["own"]

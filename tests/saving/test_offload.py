@@ -21,10 +21,11 @@ from fitact import saving
 from fitact.base import UsageError
 from fitact.runtime.saving import offload
 from fitact.runtime.saving.offload import DEPTH, Offload
+from tests.support.around import AROUND
 from tests.support.blocks import Layer
 from tests.support.links import SimulatedLink
 from tests.support.rows import full
-from tests.support.saving import HALF, differences, gradients, loss_of, stepped
+from tests.support.saving import HALF, differences, gradients, loss_of, observed, stepped
 
 CPU = torch.device("cpu")
 FAST, SLOW = 1e9, 1e3  # bytes a second; a module of a `Model` takes one
@@ -34,8 +35,6 @@ BYTES = 3 * SIZE
 
 
 class Model(nn.Module):
-    """Layers, whose modules take a second each."""
-
     def __init__(self, link: SimulatedLink | None = None, depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(p=0.1) for _ in range(depth))
@@ -95,12 +94,6 @@ def test_gradients(links: Any, error: str, amount: Any, bandwidth: float, dtype:
     assert not link.log
     assert not differences(expected, step(model, saving(error, offload=amount), dtype=dtype))
     assert len({name for name, _ in link.log}) == 2
-
-
-def test_exactly_pytorchs(links: Any) -> None:
-    links(FAST)
-    model = Model()
-    assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
 
 
 def test_order(links: Any) -> None:
@@ -163,7 +156,6 @@ def test_back_on_the_device(links: Any) -> None:
 
 
 def test_codes_travel(links: Any) -> None:
-    """Of what is quantised, only codes and scales."""
     sizes = []
     for error in ("exact", "rounding", "coarse"):
         link = links(FAST)
@@ -173,7 +165,6 @@ def test_codes_travel(links: Any) -> None:
 
 
 def test_views_go_once(links: Any) -> None:
-    """Queries, keys and values are views of one memory."""
     link = links(FAST)
     x = WIDE.clone().requires_grad_()
     with saving(offload="all"):
@@ -232,30 +223,20 @@ def test_an_exception_leaves_nothing_behind(links: Any, where: str, bandwidth: f
     assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
 
 
-def test_several_backward_passes(links: Any) -> None:
-    """A graph that is kept, and a gradient that needs a part of it."""
-    link = links(FAST)
-    model, results = Model(link), []
-    for context in (nullcontext(), saving(offload="all")):
-        model.zero_grad()
-        torch.manual_seed(1)
-        x = WIDE.clone().requires_grad_()
-        with context:
-            loss = loss_of(model(x * 1))
-        last = model.layers[2].down.weight
-        (part,) = torch.autograd.grad(loss, last, retain_graph=True)
-        assert not link.alive("to device")  # what came ahead, too
-        loss.backward(retain_graph=True)
-        loss.backward()
-        results.append((part, x.grad, gradients(model)))
-        del loss
-    assert not differences(*results)
+@pytest.mark.parametrize("around", ["accumulated", "retained", "partial", "threaded", "checkpoint"])
+def test_what_users_do(links: Any, around: str) -> None:
+    """A converted model's forward offloads, and its gradients are PyTorch's."""
+    link, model = links(FAST), Model()
+    expected = observed(model, AROUND[around], WIDE)
+    fitact.convert(model, offload="all")
+    model.zero_grad()
+    assert not differences(expected, observed(model, AROUND[around], WIDE))
+    assert link.log or around == "checkpoint"
 
 
-def test_two_graphs(links: Any) -> None:
-    """The older one is read first."""
-    links(FAST)
-    model, results = Model(), []
+def test_a_part_of_a_graph_and_an_older_graph(links: Any) -> None:
+    """What came ahead for a partial backward is gone after it; the older graph is read first."""
+    link, model, results = links(FAST), Model(), []
     for context in (nullcontext(), saving(offload="all")):
         model.zero_grad()
         torch.manual_seed(1)
@@ -263,9 +244,11 @@ def test_two_graphs(links: Any) -> None:
         for factor in (1, 2):
             with context:
                 losses.append(loss_of(model(WIDE * factor)))
+        (part,) = torch.autograd.grad(losses[1], model.layers[2].down.weight, retain_graph=True)
+        assert not link.alive("to device")
         while losses:
             losses.pop(0).backward()
-        results.append(gradients(model))
+        results.append((part, gradients(model)))
     assert not differences(*results)
 
 
@@ -273,15 +256,14 @@ def test_two_graphs(links: Any) -> None:
 @pytest.mark.parametrize("later", [0, 1, 3, 6])
 def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) -> None:
     """Scores in half precision are stored in place of their softmax in float32, then changed, and saved again."""
-    link = links(bandwidth)
-    found = []
+    link, found = links(bandwidth), []
     for context in (nullcontext(), saving(offload="all")):
         x = WIDE.to(HALF).requires_grad_()
         with context:
             scores = x * 3
             y = F.softmax(scores, -1, dtype=torch.float32).square()
             for _ in range(later):
-                y = F.linear(y, torch.ones(64, 64, requires_grad=True)).exp().sin()
+                y = layer(y).exp().sin()
             scores.add_(1)
             link.compute(1e-5)
             z = scores.square().float()
@@ -290,51 +272,36 @@ def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) 
     assert not differences(*found)
 
 
-@pytest.mark.parametrize("later", [0, 1, 3, 6])
-def test_a_change_that_pytorch_forbids(links: Any, later: int) -> None:
-    links(SLOW)
-    x = WIDE.clone().requires_grad_()
-    with saving(offload="all"):
-        hidden = F.linear(x, torch.ones(64, 64, requires_grad=True))
-        y = F.linear(hidden, torch.ones(64, 64, requires_grad=True))
-        for _ in range(later):
-            y = F.linear(y, torch.ones(64, 64, requires_grad=True))
+def layer(x: Tensor) -> Tensor:
+    return F.linear(x, torch.ones(64, 64, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "later"), [*product(["exact"], [0, 1, 3, 6]), ("exact", None), ("rounding", None)]
+)
+def test_a_change_that_pytorch_forbids(links: Any, error: str, later: int | None) -> None:
+    """Of what is stored, and of what is recomputed."""
+    links(SLOW if later else FAST)
+    with saving(error, offload="all"):
+        y = changed = layer(WIDE.clone().requires_grad_())
+        if later is None:
+            changed = F.gelu(y)
+            y = layer(changed).exp()
+        for _ in range(1 + (later or 0)):
+            y = layer(y)
     with torch.no_grad():
-        hidden.add_(1)
+        changed.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    del y
+    del changed, y
 
 
-@pytest.mark.parametrize("error", ["exact", "rounding"])
-def test_a_change_of_what_is_recomputed(links: Any, error: str) -> None:
-    links(FAST)
-    x = WIDE.clone().requires_grad_()
-    with saving(error, offload="all"):
-        y = F.gelu(F.linear(x, torch.ones(64, 64, requires_grad=True)))
-        z = F.linear(y, torch.ones(64, 64, requires_grad=True)).exp()
-    with torch.no_grad():
-        y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        z.sum().backward()
-    del y, z
-
-
-def test_convert(links: Any) -> None:
-    """A converted model's forward offloads; a method saves nothing in a context."""
-    link = links(FAST)
-    model = Model()
-    expected = step(model, nullcontext())
-    fitact.convert(model, offload="all")
-    assert not differences(expected, step(model, nullcontext()))
-    assert link.log
-    fitact.revert(model)
+def test_a_method_saves_nothing_in_a_context() -> None:
     with pytest.raises(UsageError, match="offload: expected no method"):
-        fitact.convert(model, "fewbit", offload="all")
+        fitact.convert(Model(), "fewbit", offload="all")
 
 
 def test_hooks(links: Any) -> None:
-    """Codes of a pair travel; without codes gradients are PyTorch's."""
     link = links(FAST)
     model, results = Model(), []
     for context in (
@@ -374,7 +341,6 @@ def test_checkpoints(links: Any, error: str) -> None:
 
 
 def test_pytorchs_checkpoints_inside(links: Any) -> None:
-    """The context gets their inputs."""
     link = links(FAST)
     model = Model(depth=6)
 

@@ -7,22 +7,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from .blocks import Of
 
 RANDOM = torch.Generator().manual_seed(4)
 IMAGES = {n: torch.randn(3, 8, *(9, 8, 7)[:n], generator=RANDOM) for n in (1, 2, 3)}
 KINDS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-class Turned(nn.Module):
-    """The convolution reads a part, in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.conv = nn.Linear(8, 16), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.act(self.fc(x)).transpose(2, 3)[:, :, ::2])
+def turned() -> nn.Module:
+    parts = {"fc": nn.Linear(8, 16), "act": nn.SiLU(), "conv": nn.Conv2d(8, 4, 3, padding=1)}
+    return Of(lambda m, x: m.conv(m.act(m.fc(x)).transpose(2, 3)[:, :, ::2]), **parts)
 
 
 def unit(norm: Callable[[], nn.Module], act: Callable[[], nn.Module], n: int = 2) -> nn.Module:
@@ -30,7 +26,7 @@ def unit(norm: Callable[[], nn.Module], act: Callable[[], nn.Module], n: int = 2
 
 
 UNITS: dict[str, Callable[[], nn.Module]] = {
-    "turned": lambda: nn.Sequential(Turned()),
+    "turned": turned,
     "group norm": lambda: unit(lambda: nn.GroupNorm(4, 16), nn.SiLU),
     "group norm, plain": lambda: unit(lambda: nn.GroupNorm(2, 16, affine=False), nn.GELU),
     "batch norm": lambda: unit(lambda: nn.BatchNorm2d(16), nn.ReLU),

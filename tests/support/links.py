@@ -54,11 +54,9 @@ class SimulatedLink:
         self._there: dict[str, list[Callable[[], Tensor | None]]] = {"to host": [], "to device": []}
 
     def alive(self, name: str) -> list[Tensor]:
-        """Return the copies to the host, or to the device, that something still holds."""
         return [one for held in self._there[name] if (one := held()) is not None]
 
     def compute(self, seconds: float) -> None:
-        """Let so much time pass."""
         self._until(self.now + seconds)
 
     def _until(self, time: float) -> None:

@@ -113,7 +113,6 @@ def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model by its name, with adapters if that says so."""
     torch.manual_seed(0)
     name, lora, kind = name.partition(" lora")
     model = model_of(name).to(dtype)

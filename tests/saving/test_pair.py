@@ -1,9 +1,11 @@
-"""A pair of hooks that quantises: what it stores and leaves alone, in checkpoints and in torch_remat."""
+"""A pair of hooks that quantises, checkpoints whose inputs are quantised, and both in torch_remat."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,30 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import fitact
 from fitact.base import UsageError
-from fitact.runtime.saving.blocks import BITS, nbytes
+from fitact.runtime.saving import storage
+from fitact.runtime.saving.blocks import BITS, decode, encode, nbytes
 from fitact.runtime.saving.recompute import Reading
 from fitact.runtime.saving.storage import Bits, Quantised
 from tests.support.blocks import Layer
-from tests.support.saving import HALF, cast, stepped
+from tests.support.saving import HALF, cast, differences, stepped
 
 WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
 # How far gradients are off with 8 bits: one rounding of 0.5 % for each of a few tensors.
 LEAST, MOST = 5e-4, 8e-3
+Call = Callable[..., Tensor]
 
 
-Call = Callable[[Layer, Tensor], Tensor]
+def step(layer: Any, call: Call) -> Any:
+    return stepped(layer, WIDE, call)
 
 
 def gradient(call: Call) -> Tensor:
-    _, dx, others = stepped(Layer(), WIDE, call)
+    _, dx, others = step(Layer(), call)
     return torch.cat([one.flatten() for one in (dx, *others.values())])
 
 
-def error(call: Call, expected: Call = Layer.__call__) -> float:
+def off(call: Call, expected: Call = Layer.__call__) -> float:
     baseline = gradient(expected)
     return float((gradient(call) - baseline).norm() / baseline.norm())
 
@@ -48,8 +54,6 @@ def in_hooks(call: Call, pack: Any, unpack: Any) -> Call:
 
 
 class Seen:
-    """Hooks that note what they store."""
-
     def __init__(self, bits: int = 8) -> None:
         self._pack, self.unpack = fitact.hooks(bits)
         self.packed: list[tuple[Tensor, Any]] = []
@@ -61,7 +65,6 @@ class Seen:
 
     @property
     def quantised(self) -> dict[Quantised, list[Tensor]]:
-        """What is stored in codes, with the tensors that read it."""
         found: dict[Quantised, list[Tensor]] = {}
         for tensor, stored in self.packed:
             if type(stored) is Reading:
@@ -82,7 +85,7 @@ WAYS: dict[str, Call] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient(way: str) -> None:
     seen = Seen()
-    assert LEAST < error(in_hooks(WAYS[way], seen.pack, seen.unpack)) < MOST
+    assert LEAST < off(in_hooks(WAYS[way], seen.pack, seen.unpack)) < MOST
     assert len(seen.quantised) == (8 if way == "plain" else 1)
 
 
@@ -154,20 +157,22 @@ def test_casts_of_weights_are_never_made_again() -> None:
 
 
 def test_changed_in_place() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    with saved_tensors_hooks(*fitact.hooks()):
+    """What nothing reads may change; what a function or a checkpoint reads may not."""
+    pair, x = saved_tensors_hooks(*fitact.hooks()), torch.randn(64, 64, requires_grad=True)
+    with pair:
         hidden = x * 2
         y = hidden.exp().square()
     with torch.no_grad():
         hidden.exp_()
-    y.sum().backward()  # nothing reads it
-    with saved_tensors_hooks(*fitact.hooks()):
-        hidden = x * 2
-        y = hidden.square()
-    with torch.no_grad():
-        hidden.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    y.sum().backward()
+    for context, call in ((pair, torch.square), (nullcontext(), partial(fitact.checkpoint, torch.square))):
+        with context:
+            hidden = x * 2
+            y = call(hidden)
+        with torch.no_grad():
+            hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 def test_freed_with_the_graph() -> None:
@@ -196,7 +201,140 @@ def test_unknown_bits() -> None:
         fitact.hooks(7)
 
 
-# ----------------------------------------------------------------------------------------------- torch_remat
+@pytest.fixture
+def coded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    found: list[Tensor] = []
+    monkeypatch.setattr(storage, "encode", lambda x, *given: found.append(x) or encode(x, *given))
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("error", "bits"), [("exact", None), ("rounding", 8), ("coarse", 4)])
+def test_backward_starts_from_the_decoded_input(error: str, bits: int | None, reentrant: bool) -> None:
+    """Dropout draws the same mask again."""
+    layer = Layer(p=0.2)
+    found = step(layer, partial(fitact.checkpoint, error=error, use_reentrant=reentrant))
+    y = step(layer, Layer.__call__)[0]
+    again = WIDE if bits is None else decode(*encode(WIDE, bits, True), WIDE.shape, WIDE.dtype)
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(again)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            with torch.enable_grad():
+                x = again.clone().requires_grad_()
+                torch.manual_seed(1)
+                layer(x).backward(dy)
+            return x.grad
+
+    assert not differences(found, step(layer, lambda _, x: Again.apply(x)))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preserve_rng_state": False},
+        {"determinism_check": "none"},
+        {"debug": True},
+        {"context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])},
+    ],
+)
+def test_options_of_pytorchs_checkpoints(options: dict[str, Any], early: bool) -> None:
+    layer = Layer(p=0.2)
+    with set_checkpoint_early_stop(early):
+        expected = step(layer, partial(checkpoint, use_reentrant=False, **options))
+        assert not differences(expected, step(layer, partial(fitact.checkpoint, error="exact", **options)))
+        assert differences(expected, step(layer, partial(fitact.checkpoint, **options)))
+
+
+def test_each_input_of_checkpoints_is_stored_once(coded: list[Tensor]) -> None:
+    """Of a residual stream, which a checkpoint hands to the next; and where several read the same tensor."""
+    layers = [Layer() for _ in range(3)]
+    stream = []
+
+    def call(_: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            stream.append(x.detach())
+            x = fitact.checkpoint(layer, x)
+        return x
+
+    step(layers[0], call)
+    assert len(coded) == 3
+    assert all(torch.equal(a.view(b.shape), b) for a, b in zip(coded, stream, strict=True))
+    coded.clear()
+    parts = (Layer.attention, Layer.mlp, lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1))
+    step(layers[0], lambda layer, x: torch.stack([fitact.checkpoint(part, layer, x) for part in parts]).sum(0))
+    assert len(coded) == 1
+
+
+def test_tensors_that_checkpoints_get_by_name(coded: list[Tensor]) -> None:
+    def function(layer: Layer, x: Tensor, *, more: Tensor, factor: float) -> Tensor:
+        return layer(x) + factor * layer(more)
+
+    def call(check: Any, layer: Layer, x: Tensor, **options: Any) -> Tensor:
+        return check(function, layer, x, more=x.sin(), factor=2.0, **options)
+
+    layer = Layer()
+    expected = step(layer, partial(call, checkpoint, use_reentrant=False))
+    assert not differences(expected, step(layer, partial(call, fitact.checkpoint, error="exact")))
+    assert not coded
+    step(layer, partial(call, fitact.checkpoint))
+    assert len(coded) == 2
+
+
+@pytest.mark.parametrize("error", ["rounding", "coarse"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inputs_of_checkpoints_are_gone(error: str, reentrant: bool) -> None:
+    """An input is gone as soon as nothing else needs it."""
+    layer, x = Layer(), WIDE.clone().requires_grad_()
+    hidden = x * 1
+    gone = StorageWeakRef(hidden.untyped_storage())
+    y = fitact.checkpoint(layer, hidden, error=error, use_reentrant=reentrant)
+    del hidden
+    assert gone.expired()
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("outside", ["checkpoint", "fitact"])
+def test_a_checkpoint_inside_of_another(outside: str) -> None:
+    """What the inner one stores is dropped with the rest, and stored when the outer one runs it again."""
+    check = partial(checkpoint, use_reentrant=False) if outside == "checkpoint" else fitact.checkpoint
+    inner: list[StorageWeakRef] = []
+
+    def function(layer: Layer, x: Tensor, error: str) -> Tensor:
+        hidden = layer(x)
+        inner.append(StorageWeakRef(hidden.untyped_storage()))
+        return fitact.checkpoint(layer, hidden, error=error)
+
+    def call(layer: Layer, x: Tensor, error: str) -> Tensor:
+        y = check(function, layer, x, error)
+        assert inner[-1].expired()
+        return y
+
+    assert 1e-5 < off(partial(call, error="rounding"), partial(call, error="exact")) < MOST
+
+
+def test_a_checkpoint_inside_of_saving() -> None:
+    layer = Layer()
+
+    def call(context: Any, check: Any, layer: Layer, x: Tensor) -> Tensor:
+        with context:
+            return check(layer, layer(x).sin()).cos()
+
+    expected = step(layer, partial(call, nullcontext(), partial(checkpoint, use_reentrant=False)))
+    exact = partial(fitact.checkpoint, error="exact")
+    assert not differences(expected, step(layer, partial(call, fitact.saving(), exact)))
+    assert differences(expected, step(layer, partial(call, fitact.saving(), fitact.checkpoint)))
+
+
+def test_compiled_checkpoints() -> None:
+    with pytest.raises(RuntimeError, match="checkpoint is for eager code"):
+        torch.compile(lambda x: fitact.checkpoint(torch.sin, x), backend="aot_eager", fullgraph=True)(WIDE)
 
 
 @pytest.fixture
@@ -227,8 +365,8 @@ def regions(remat: Any, **options: Any) -> Call:
 def test_in_torch_remat(remat: Any) -> None:
     """Its regions detach what they save; the same is quantised."""
     seen = Seen()
-    assert error(regions(remat)) == 0
-    assert LEAST < error(regions(remat, saved_tensors_hooks=(seen.pack, seen.unpack))) < MOST
+    assert off(regions(remat)) == 0
+    assert LEAST < off(regions(remat, saved_tensors_hooks=(seen.pack, seen.unpack))) < MOST
     own = {(64, 64), (64, 192), (64, 256), (256, 64)}  # weights, transposed
     for tensor, stored in seen.packed:
         assert (type(stored) is Reading) == (tensor.numel() >= 4096 and tuple(tensor.shape) not in own)
@@ -238,7 +376,7 @@ def test_in_torch_remat(remat: Any) -> None:
         with remat.saved_tensors_hooks(around.pack, around.unpack):
             return regions(remat)(block, x)
 
-    assert LEAST < error(call) < MOST
+    assert LEAST < off(call) < MOST
     assert around.bytes() == seen.bytes() > 0
 
 
@@ -254,4 +392,4 @@ def test_masks_in_torch_remat(remat: Any) -> None:
 
     options = {"saved_tensors_hooks": fitact.hooks()}
     call = remat.checkpoint(region_name="block", **options)(forward)
-    assert LEAST < error(call, forward) < MOST
+    assert LEAST < off(call, forward) < MOST
