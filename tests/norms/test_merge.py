@@ -14,6 +14,7 @@ from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
 from fitact.runtime.norms.merge import merge_norm
+from tests.support.blocks import read_by
 
 SIZE = 24
 
@@ -29,24 +30,14 @@ def gemma(width: int) -> nn.Module:
 NORMS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm, "LLaMA's": llama, "Gemma's": gemma}
 
 
-class Model(nn.Module):
-    def __init__(self, kind: str, bias: bool) -> None:
-        super().__init__()
-        self.norm = NORMS[kind](SIZE)
-        for parameter in self.norm.parameters():
-            nn.init.normal_(parameter)
-        self.layers = nn.ModuleList(nn.Linear(SIZE, 8, bias) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.norm(x)
-        return torch.cat([layer(z) for layer in self.layers], -1)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", NORMS)
 def test_the_same_function_from_fewer_bytes(kind: str, bias: bool) -> None:
     torch.manual_seed(0)
-    baseline = Model(kind, bias)
+    norm = NORMS[kind](SIZE)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    baseline = read_by(norm, *(nn.Linear(SIZE, 8, bias) for _ in range(2)))
     model = copy.deepcopy(baseline)
     model.norm = merge_norm(model.norm, list(model.layers))
     assert type(model.norm) is (MSLayerNorm if kind == "LayerNorm" else MSRMSNorm)
@@ -75,28 +66,16 @@ class Other(nn.LayerNorm):
         return super().forward(input) ** 3
 
 
-@pytest.mark.parametrize(
-    ("norm", "layer", "message"),
-    [
-        (Other(SIZE), nn.Linear(SIZE, 2), r"norm: expected a LayerNorm or RMSNorm .*, got Other"),
-        (
-            nn.LayerNorm(SIZE, elementwise_affine=False),
-            nn.Linear(SIZE, 2),
-            "norm: expected a LayerNorm or RMSNorm",
-        ),
-        (
-            nn.LayerNorm(SIZE),
-            nn.Linear(SIZE + 1, 2),
-            rf"layers: expected linear layers of {SIZE} inputs, got Linear",
-        ),
-        (
-            nn.LayerNorm(SIZE),
-            nn.Bilinear(SIZE, 2, 2),
-            rf"layers: expected linear layers of {SIZE} inputs, got Bili",
-        ),
-    ],
-    ids=["another norm", "no weight", "another size", "no linear layer"],
-)
+NORM, SIZES = "norm: expected a LayerNorm or RMSNorm", f"layers: expected linear layers of {SIZE} inputs, got "
+WRONG = {
+    "another norm": (Other(SIZE), nn.Linear(SIZE, 2), rf"{NORM} .*, got Other"),
+    "no weight": (nn.LayerNorm(SIZE, elementwise_affine=False), nn.Linear(SIZE, 2), NORM),
+    "another size": (nn.LayerNorm(SIZE), nn.Linear(SIZE + 1, 2), f"{SIZES}Linear"),
+    "no linear layer": (nn.LayerNorm(SIZE), nn.Bilinear(SIZE, 2, 2), f"{SIZES}Bili"),
+}
+
+
+@pytest.mark.parametrize(("norm", "layer", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_use(norm: nn.Module, layer: nn.Module, message: str) -> None:
     good = nn.Linear(SIZE, 2)
     state = copy.deepcopy(good.state_dict())
