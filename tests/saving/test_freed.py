@@ -60,21 +60,16 @@ def of_heads(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return [x.sum(), *outputs]
 
 
-def _unread_heads(model: nn.Sequential, x: Tensor) -> None:
-    loss, *_heads = of_heads(model, x)
-    loss.backward()
-
-
-def _input(model: nn.Sequential, x: Tensor) -> None:
+def of_input(model: nn.Sequential, x: Tensor) -> None:
     first = x * 2
     loss, *_heads = of_heads(model, first)
     torch.autograd.grad(loss, first)
 
 
 PARTS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
-    "heads that no loss reads": _unread_heads,
+    "heads that no loss reads": lambda model, x: (lambda loss, *_: loss.backward())(*of_heads(model, x)),
     "heads that are gone": lambda model, x: of_heads(model, x)[0].backward(),
-    "the gradient of the input": _input,
+    "the gradient of the input": of_input,
     "the gradient of a bias": lambda model, x: of_heads(model, x)[0].backward(inputs=[model[0].up.bias]),
     "the gradient of a head": lambda model, x: of_heads(model, x)[-2].sum().backward(),
 }
