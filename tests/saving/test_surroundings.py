@@ -32,8 +32,7 @@ from fitact.runtime.saving import ERRORS, quantising
 from fitact.runtime.torch_internals import storage_id
 from tests.support import blocks
 from tests.support.around import AROUND
-from tests.support.blocks import MLP, Attention, Of, RMSNorm, hand, repeated
-from tests.support.convolutions import IMAGES, UNITS
+from tests.support.blocks import IMAGES, MLP, UNITS, Attention, Of, RMSNorm, hand, repeated
 from tests.support.models import inputs_of, made
 from tests.support.rows import full
 from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, saved_bytes_of
