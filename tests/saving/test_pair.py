@@ -45,18 +45,20 @@ def off(call: Call, expected: Call = Layer.__call__) -> float:
     return float((gradient(call) - baseline).norm() / baseline.norm())
 
 
-def in_hooks(call: Call, pack: Any, unpack: Any) -> Call:
-    def inside(block: Layer, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(pack, unpack):
-            return call(block, x)
+class Seen(saved_tensors_hooks):
+    """Hooks that note what they store."""
 
-    return inside
-
-
-class Seen:
-    def __init__(self, bits: int = 8) -> None:
-        self._pack, self.unpack = fitact.hooks(bits)
+    def __init__(self) -> None:
+        self._pack, self.unpack = fitact.hooks()
         self.packed: list[tuple[Tensor, Any]] = []
+        super().__init__(self.pack, self.unpack)
+
+    def around(self, call: Call) -> Call:
+        def inside(block: Layer, x: Tensor) -> Tensor:
+            with self:
+                return call(block, x)
+
+        return inside
 
     def pack(self, tensor: Tensor) -> Any:
         stored = self._pack(tensor)
@@ -84,21 +86,18 @@ WAYS: dict[str, Call] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient(way: str) -> None:
-    seen = Seen()
-    first = gradient(in_hooks(WAYS[way], seen.pack, seen.unpack))
-    assert len(seen.quantised) == (8 if way == "plain" else 1)
-    assert torch.equal(first, gradient(in_hooks(WAYS[way], seen.pack, seen.unpack)))
-    assert LEAST < off(in_hooks(WAYS[way], seen.pack, seen.unpack)) < MOST
-
-
-def test_stored_once() -> None:
     """Queries, keys and values are views of one tensor; nothing that an operation saved twice is coded twice."""
     seen = Seen()
-    gradient(in_hooks(Layer.__call__, seen.pack, seen.unpack))
-    sizes = sorted(len(one) for one in seen.quantised.values())
-    assert sizes == [1, 1, 1, 1, 1, 1, 2, 3]  # 2 of attention's output, 3 of q, k and v
-    shapes = [(512, 64)] * 5 + [(512, 192)] + [(512, 256)] * 2
+    call = seen.around(WAYS[way])
+    first = gradient(call)
+    readers = sorted(len(one) for one in seen.quantised.values())
+    assert readers == (
+        [1, 1, 1, 1, 1, 1, 2, 3] if way == "plain" else [1]
+    )  # of attention's output, and of q, k, v
+    shapes = [(512, 64)] * 5 + [(512, 192)] + [(512, 256)] * 2 if way == "plain" else [(512, 64)]
     assert seen.bytes() == sum(nbytes(shape, 8) for shape in shapes)
+    assert torch.equal(first, gradient(call))
+    assert LEAST < off(call) < MOST
 
 
 def test_left_alone() -> None:
@@ -106,7 +105,7 @@ def test_left_alone() -> None:
     block, seen = Layer(), Seen()
     mask, index = torch.rand(512, 64) < 0.5, torch.randint(512, (4096,))
     scores = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
-    with saved_tensors_hooks(seen.pack, seen.unpack):
+    with seen:
         x = block(WIDE * 1).flatten(0, 1)
         y = x.masked_fill(mask, 0) + x[index][:512] * mask.to(x.dtype)
         z = F.softmax(y[:64, :64] * 2, -1) * scores.exp() + scores.exp() * y[:64]
@@ -129,7 +128,7 @@ def test_statistics_of_half_a_million_rows() -> None:
     """They are as large as other tensors, but no function returns them first."""
     seen = Seen()
     x = torch.randn(2**14, 16, requires_grad=True)
-    with saved_tensors_hooks(seen.pack, seen.unpack):
+    with seen:
         F.layer_norm(x * 1, (16,)).sum().backward()
     shapes = [tuple(one.shape) for several in seen.quantised.values() for one in several]
     assert shapes == [(2**14, 16)]
@@ -173,7 +172,7 @@ def test_changed_in_place() -> None:
 
 def test_freed_with_the_graph() -> None:
     seen = Seen()
-    y = in_hooks(Layer.__call__, seen.pack, seen.unpack)(Layer(), WIDE.clone().requires_grad_() * 1)
+    y = seen.around(Layer.__call__)(Layer(), WIDE.clone().requires_grad_() * 1)
     codes = [weakref.ref(one) for one in seen.quantised]
     seen.packed.clear()
     assert all(one() is not None for one in codes)
