@@ -91,9 +91,8 @@ def test_gradient(way: str) -> None:
     call = seen.around(WAYS[way])
     first = gradient(call)
     readers = sorted(len(one) for one in seen.quantised.values())
-    assert readers == (
-        [1, 1, 1, 1, 1, 1, 2, 3] if way == "plain" else [1]
-    )  # of attention's output, and of q, k, v
+    # 2 of attention's output, 3 of q, k and v
+    assert readers == ([1, 1, 1, 1, 1, 1, 2, 3] if way == "plain" else [1])
     shapes = [(512, 64)] * 5 + [(512, 192)] + [(512, 256)] * 2 if way == "plain" else [(512, 64)]
     assert seen.bytes() == sum(nbytes(shape, 8) for shape in shapes)
     assert torch.equal(first, gradient(call))

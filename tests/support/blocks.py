@@ -14,6 +14,8 @@ WIDE = 48
 
 
 class Of(nn.Module):
+    """A model whose forward is a function of it and its input; its parts have names."""
+
     def __init__(self, call: Callable[[Any, Tensor], Any], **parts: Any) -> None:
         super().__init__()
         self.call = call
