@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 
-@dataclass
-class Copy:
-    """A copy, which does not keep its ends alive.
+class Copy(NamedTuple):
+    """A copy, which does not keep its ends alive."""
 
-    Attributes:
-        name: `"to host"` or `"to device"`.
-        done: when it is done.
-        into: what it writes.
-        of: what it reads.
-
-    """
-
-    name: str
-    done: float
+    name: str  # "to host" or "to device"
+    done: float  # when
     into: Callable[[], Tensor | None]
     of: Callable[[], Tensor | None]
 

@@ -120,15 +120,7 @@ def agree(
 ) -> tuple[Any, Any]:
     """Let a model and its copy that saves less do the same, to the last bit, and return both.
 
-    Args:
-        make: makes the model.
-        step: what is done with it; its gradients add up over the seeds.
-        x: its input.
-        dtype: of parameters and input.
-        autocast: the dtype of autocast around the step, if any.
-        seeds: how many steps.
-        raises: `"none"` may raise; `"both"`, or neither; `"copy"`: the copy alone may, too.
-
+    Gradients add up over the seeds. `raises`: `"none"` may; `"both"`, or neither; `"copy"`: it alone may, too.
     """
     models = pair(make, dtype)
     for seed in range(seeds):
