@@ -123,8 +123,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
 def test_kinds(name: str) -> None:
     block, shape, budget, expected = KINDS[name]
     error, records = coded(block, shape, error="coarse", budget=budget)
-    found = [(one.operation, (one.kind, one.bits, one.reason)) for one in records if one.operation != "input"]
-    assert {f"{name}: {' '.join(str(part) for part in parts if part)}" for name, parts in found} == expected
+    kinds = [(one.operation, (one.kind, one.bits, one.reason)) for one in records if one.operation != "input"]
+    assert {f"{name}: {' '.join(str(part) for part in parts if part)}" for name, parts in kinds} == expected
     assert error < 0.3
 
 
@@ -187,9 +187,9 @@ def test_signs_at_a_jump() -> None:
             parts["up"].weight[::64] *= 1e5
         return Of(lambda m, x: x + m.down(F.leaky_relu(m.up(x), -1.0)), **parts)
 
-    (_, expected), (_, found), records = beside(partial(made, rectified, dtype=torch.float32), (128, 256))
-    assert [one.kind for one in records if one.bits] == ["activation"]
-    assert off(found[:1], expected[:1]) < 1e-5  # of the input, which the slopes alone decide
+    (_, expected), (_, gradients), records = beside(partial(made, rectified, dtype=torch.float32), (128, 256))
+    assert [record.kind for record in records if record.bits] == ["activation"]
+    assert off(gradients[:1], expected[:1]) < 1e-5  # of the input, which the slopes alone decide
 
 
 def test_views_of_one_storage() -> None:

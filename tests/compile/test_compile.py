@@ -89,15 +89,15 @@ def beside(
     **given: Any,
 ) -> tuple[Any, Any, list[SavedRecord]]:
     """Return what `step` does of a model's graphs as they are and with codes, and the records of what is saved."""
-    options, found = fitact.compile_options(budget=budget, **given), []
+    options, results = fitact.compile_options(budget=budget, **given), []
     for each in ({}, options):
         torch._dynamo.reset()
         model = make()
         run = run_graphs(model, each, budget)
         cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        found.append(step(model, cast(run), shape))
+        results.append(step(model, cast(run), shape))
     (records,) = options.report.graphs
-    return *found, records
+    return *results, records
 
 
 def fused(texts: list[str]) -> int:

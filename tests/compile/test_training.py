@@ -55,8 +55,8 @@ def half() -> nn.Module:
     """Return layers that compute in float16, with activations of 10⁻⁵ or so before the first norm."""
     first, last = nn.Linear(64, 256), nn.Linear(256, 64)
     with torch.no_grad():
-        for one in first.parameters():
-            one.mul_(1e-4)
+        for parameter in first.parameters():
+            parameter.mul_(1e-4)
     return Of(lambda m, x: m.last(m.block(torch.tanh(m.first(x)) * 1e4)), first=first, block=Gelu(), last=last)
 
 

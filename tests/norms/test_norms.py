@@ -178,14 +178,14 @@ def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dt
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 def test_saved_with_linear_layers(kind: str, fake: bool) -> None:
     """Three layers after a norm save one tensor together with it."""
-    found, tensor = [], 100 * 64 * 4
+    bytes_of, tensor = [], 100 * 64 * 4
     with FakeTensorMode() if fake else torch.enable_grad():
         for norm in MODULES[kind]:
             model = read_by(norm(64), *(nn.Linear(64, 64) for _ in range(3)))
             with count_saved(model) as saved:
                 model(torch.randn(100, 64, requires_grad=True))
-            found.append(saved.bytes)
-    assert found[0] == tensor + 400 and found[1] >= 2 * tensor
+            bytes_of.append(saved.bytes)
+    assert bytes_of[0] == tensor + 400 and bytes_of[1] >= 2 * tensor
 
 
 @every_kind
@@ -330,9 +330,9 @@ def test_compiled_without_spills(pass_: str, kind: str, dtypes: str, columns: st
     from tests.support.compiled import NormKernel, code
 
     x, z = dtypes.split()
-    found = code(NormKernel(kind, pass_, COLUMNS[columns]).compile(x, target, z).asm)
-    assert found.spills == 0 and found.registers < (256 if target == "gfx942" else 128)
-    assert found.load >= 8 or columns == "odd"
+    kernel = code(NormKernel(kind, pass_, COLUMNS[columns]).compile(x, target, z).asm)
+    assert kernel.spills == 0 and kernel.registers < (256 if target == "gfx942" else 128)
+    assert kernel.load >= 8 or columns == "odd"
 
 
 SIZE = 24

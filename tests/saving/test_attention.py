@@ -84,21 +84,21 @@ def attend(*given: Any, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(*given, **options)
 
 
-def alike(case: str, setting: str, frozen: str = "", call: Callable[..., Tensor] = attend, **given: Any) -> Any:
+def compared(case: str, setting: str, frozen: str = "", call: Callable[..., Tensor] = attend, **given: Any) -> Any:
     """Compare both ways; return the bytes that are saved."""
     dtype, autocast = DTYPES[setting]
     inputs, biases, options = CASES[case]()
-    leaves = [one.to(dtype) for one in (*inputs, *([] if biases is None else [biases]))]
-    for name, one in zip("qkvb", leaves, strict=False):
-        one.requires_grad_(name not in frozen)
-    return both_ways(partial(call, **options), *(one * 1 for one in leaves), autocast=autocast, **given)
+    leaves = [tensor.to(dtype) for tensor in (*inputs, *([] if biases is None else [biases]))]
+    for name, tensor in zip("qkvb", leaves, strict=False):
+        tensor.requires_grad_(name not in frozen)
+    return both_ways(partial(call, **options), *(tensor * 1 for tensor in leaves), autocast=autocast, **given)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("setting", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str, setting: str, again: bool) -> None:
-    before, after = alike(case, setting, recompute_attention=again)
+    before, after = compared(case, setting, recompute_attention=again)
     wide = setting not in ("float32", "float64", "float64 in autocast")
     drops = 0 < CASES[case]()[2].get("dropout_p", 0) < 1
     assert after < before if wide or drops else after <= before
@@ -106,13 +106,13 @@ def test_bits(case: str, setting: str, again: bool) -> None:
 
 @pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv", "b"])
 def test_frozen_inputs(frozen: str) -> None:
-    alike("bias, dropout", "bfloat16", frozen=frozen)
+    compared("bias, dropout", "bfloat16", frozen=frozen)
 
 
 def test_a_bias_that_is_wider_and_one_tensor_for_all() -> None:
     """Gradients are added in PyTorch's order."""
-    alike("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
-    alike(
+    compared("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
+    compared(
         "bias", "bfloat16", frozen="kv", call=lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)
     )
 
@@ -122,7 +122,7 @@ def test_halves_are_added_as_such_if_told_so() -> None:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not allowed)
     try:
         for case in ("bias, dropout", "groups"):
-            before, after = alike(case, "bfloat16")
+            before, after = compared(case, "bfloat16")
             assert after <= before
     finally:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
@@ -137,8 +137,8 @@ def test_what_is_saved() -> None:
     assert after == 3 * given[0].nbytes + 4 * weights + weights // 8
 
     def views(x: Tensor) -> Tensor:
-        """As GPT-2's: one tensor is saved, once, and not each view of it wider."""
-        return attend(*(one.view(2, 256, 4, 64).transpose(1, 2) for one in x.split(256, dim=-1)), dropout_p=0.1)
+        """As GPT-2's: a tensor is saved once, and not each view of it wider."""
+        return attend(*(part.view(2, 256, 4, 64).transpose(1, 2) for part in x.split(256, dim=-1)), dropout_p=0.1)
 
     x = torch.randn(2, 256, 3 * 4 * 64).to(HALF).requires_grad_() * 1
     assert both_ways(views, x)[1] == x.nbytes + 4 * weights + weights // 8
@@ -198,7 +198,7 @@ def test_what_is_saved_if_it_runs_again() -> None:
 
 def attending(trained: bool = True) -> nn.Module:
     def call(m: Any, x: Tensor) -> Tensor:
-        q, k, v = (one.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for one in m.qkv(x).chunk(3, -1))
+        q, k, v = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
         return x + m.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     return Of(call, qkv=nn.Linear(32, 96), o=nn.Linear(32, 32).requires_grad_(trained))
@@ -249,8 +249,8 @@ def test_checkpointed_if_it_runs_again(around: str) -> None:
     expected = observed(model, AROUND[around], x)
     model.zero_grad()
     with saving(recompute_attention=True):
-        found = observed(model, AROUND[around], x)
-    assert not differences(expected, found)
+        again = observed(model, AROUND[around], x)
+    assert not differences(expected, again)
 
 
 def biased(p: float) -> nn.Module:

@@ -39,7 +39,7 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 def heads() -> nn.Module:
-    """Return a block with heads that read what it recomputes: one before the block's own layer, one after it."""
+    """Return a block with heads that read what it recomputes: before the block's own layer, and after it."""
 
     def call(m: Any, x: Tensor) -> tuple[Tensor, ...]:
         normed = m.norm(x)
@@ -110,8 +110,8 @@ def test_as_soon_as_by_pytorch(call: str, include: str | None, error: str) -> No
     x = torch.randn(96, 64, requires_grad=True)
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        for one in m.blocks:
-            x = CALLS[call](one, x)
+        for each in m.blocks:
+            x = CALLS[call](each, x)
         return x
 
     baseline = Of(forward, blocks=nn.ModuleList(block() for _ in range(3)))

@@ -66,12 +66,12 @@ def offloaded(model: Any, x: Tensor) -> Any:
 
 
 def gathered(backward: bool, model: Any, x: Tensor) -> Any:
-    """Hold outputs of modules without what made them, as one does who gathers hidden states, or after backward."""
+    """Hold outputs of modules without what made them, as users do who gather hidden states, or after backward."""
     held: list[Tensor] = []
-    recomputed = [one for one in model.modules() if type(one).__name__ in ("GELU", "Of", "LayerNorm")]
+    recomputed = [module for module in model.modules() if type(module).__name__ in ("GELU", "Of", "LayerNorm")]
     hooks = [
-        one.register_forward_hook(lambda _, __, y: held.append(y if backward else y.detach()))
-        for one in recomputed
+        module.register_forward_hook(lambda _, __, y: held.append(y if backward else y.detach()))
+        for module in recomputed
     ]
     y = model(x)
     for hook in hooks:
@@ -127,11 +127,11 @@ def living(model: nn.Module, held: str) -> Iterator[set[str]]:
 )
 def test_nothing_lives_longer(name: str, held: str) -> None:
     """What the baseline has freed is freed, whatever of a step is held; with the graph, more is."""
-    (expected, expected_later), (found, later) = (living(one, held) for one in pair(SMALL[name]))
+    (expected, expected_later), (now, later) = (living(model, held) for model in pair(SMALL[name]))
     shared = {"v"} if "after LayerNorm" in name else set()  # PyTorch saves a copy for each head instead
-    assert found <= expected | shared and later <= expected_later
+    assert now <= expected | shared and later <= expected_later
     if held == "the graph" and name in MODELS:
-        assert found < expected
+        assert now < expected
 
 
 _WIDE = torch.randn(6, 5, 4, 32, generator=torch.Generator().manual_seed(2))
@@ -254,7 +254,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def one_function(call: Callable[[Tensor], Tensor]) -> nn.Module:
+def applied(call: Callable[[Tensor], Tensor]) -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.fc1(x)
         y, z = call(x), call(m.norm(x))
@@ -269,7 +269,7 @@ def one_function(call: Callable[[Tensor], Tensor]) -> nn.Module:
 @precisions
 @pytest.mark.parametrize("name", UNARY)
 def test_functions(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    before, after = saving_less(partial(one_function, UNARY[name]), dtype=dtype, autocast=autocast)
+    before, after = saving_less(partial(applied, UNARY[name]), dtype=dtype, autocast=autocast)
     assert after < before
 
 
@@ -395,7 +395,7 @@ def tied() -> nn.Sequential:
 
 
 def readers() -> nn.Module:
-    """Return layers that read one tensor, which autocast casts once for all if it is a leaf."""
+    """Return layers that read a tensor, which autocast casts once for all if it is a leaf."""
     parts = {name: nn.Linear(16, 16) for name in "qkv"}
     return Of(lambda m, x: m.v(F.gelu(m.q(x)) * m.k(x)) + m.v(x), **parts)
 

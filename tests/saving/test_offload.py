@@ -328,8 +328,8 @@ def test_checkpoints(links: Any, error: str) -> None:
     model = Model(link, depth=8)
     expected = stepped(model, WIDE, EACH if error == "exact" else each(fitact.checkpoint, error=error))
     assert not link.log
-    found = stepped(model, WIDE, each(fitact.checkpoint, error=error, offload="all"))
-    assert not differences(expected, found)
+    sent_away = stepped(model, WIDE, each(fitact.checkpoint, error=error, offload="all"))
+    assert not differences(expected, sent_away)
     assert [name for name, _ in link.log] == ["to host"] * 7 + ["to device"] * 6
     assert {size for _, size in link.log} == {SIZE if error == "exact" else WIDE.numel()}
     assert link.stalls == 0

@@ -125,8 +125,8 @@ def test_outputs_can_be_copied() -> None:
     """They hold nothing but their numbers."""
     baseline, model = pair(partial(Read, lambda model, x, y: y))
     y = model(X).detach()
-    for one in (copy.deepcopy(y), pickle.loads(pickle.dumps(y)), y.clone()):
-        assert torch.equal(one, baseline(X))
+    for copied in (copy.deepcopy(y), pickle.loads(pickle.dumps(y)), y.clone()):
+        assert torch.equal(copied, baseline(X))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -134,9 +134,9 @@ def test_exported(strict: bool) -> None:
     """A context around an export sees nothing of it, nor does that of a converted model."""
     baseline, model = pair(MODELS["block"])
     graphs = []
-    for one, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
+    for each, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
         with context:
-            graphs.append(torch.export.export(one.eval(), (X,), strict=strict))
+            graphs.append(torch.export.export(each.eval(), (X,), strict=strict))
     assert graphs[0].graph_module.code == graphs[1].graph_module.code == graphs[2].graph_module.code
     assert torch.equal(graphs[2].module()(X), model(X))
 

@@ -71,7 +71,7 @@ def test_bits_are_saved() -> None:
         y = F.gelu(up(x))
         return sum(out(F.dropout(y, 0.1)) for out in outs)
 
-    rows, parameters = 64 * 16, [one for layer in (up, *outs) for one in layer.parameters()]
+    rows, parameters = 64 * 16, [tensor for layer in (up, *outs) for tensor in layer.parameters()]
     _, after = both_ways(compute, x, *parameters)
     assert after == 4 * (x.numel() + rows * 24 + 3 * 24 * 24) + 3 * rows * 24 // 8
 

@@ -73,11 +73,11 @@ def scores_changed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def repetition_changed(m: Any, x: Tensor) -> Tensor:
-    one = m.fc1(x)[..., :16] * 2
-    repeated = one[..., None, :].expand(*one.shape[:-1], 2, 16).reshape(*one.shape[:-1], 32)
+    tensor = m.fc1(x)[..., :16] * 2
+    repeated = tensor[..., None, :].expand(*tensor.shape[:-1], 2, 16).reshape(*tensor.shape[:-1], 32)
     y = m.fc2(repeated * torch.tanh(m.fc1(x)))
     with torch.no_grad():
-        one.zero_()
+        tensor.zero_()
     return y
 
 
@@ -135,12 +135,12 @@ def attributes_between(of: Example, model: nn.Module) -> Any:
 
 
 def _stepped(model: nn.Module, replace: bool) -> None:
-    for one in [one for one in model.parameters() if one.grad is not None]:
+    for tensor in [tensor for tensor in model.parameters() if tensor.grad is not None]:
         if replace:
-            one.data = one.data - 0.1 * one.grad
+            tensor.data = tensor.data - 0.1 * tensor.grad
         else:
-            one.detach().sub_(one.grad, alpha=0.1)
-            one.grad = None
+            tensor.detach().sub_(tensor.grad, alpha=0.1)
+            tensor.grad = None
 
 
 def two_steps(of: Example, model: nn.Module) -> Any:
@@ -167,8 +167,8 @@ def partly(of: Example, model: nn.Module) -> Any:
     wanted = [*model.parameters()][-1] if of.first is None else of.first
     loss = of.loss(model)
     with Operators() as operators:
-        found = torch.autograd.grad(loss, wanted)
-    return found, sum("mm" in name or "convolution_backward" in name for name in operators.names)
+        result = torch.autograd.grad(loss, wanted)
+    return result, sum("mm" in name or "convolution_backward" in name for name in operators.names)
 
 
 def penalty(of: Example, model: nn.Module) -> Any:
@@ -245,7 +245,7 @@ def _forward_ad(value: Any, given: dict[str, Tensor], x: Tensor) -> Any:
 
 
 def _leaves(value: Any, given: dict[str, Tensor], x: Tensor) -> Any:
-    leaves = {key: one.requires_grad_() for key, one in given.items()}
+    leaves = {key: tensor.requires_grad_() for key, tensor in given.items()}
     return torch.autograd.grad(value(leaves, x), [*leaves.values()])
 
 
@@ -390,14 +390,14 @@ ROWS = [
 @pytest.mark.parametrize(("name", "case"), ROWS)
 def test_table(name: str, case: str) -> None:
     of, call = subject(name), {**CASES, **COMPILED, **ALONE}[case]
-    expected, found = (seen(call, of, model) for model in copy.deepcopy(_pair(name)))
+    expected, converted = (seen(call, of, model) for model in copy.deepcopy(_pair(name)))
     assert torch.overrides._get_current_function_mode() is None
     if isinstance(expected, str):
-        assert isinstance(found, str) and found.partition(":")[0] == expected.partition(":")[0]
-    elif case == "a step between the passes, autocast" and isinstance(found, str):  # weights are cast again
-        assert "modified by an inplace operation" in found
+        assert isinstance(converted, str) and converted.partition(":")[0] == expected.partition(":")[0]
+    elif case == "a step between the passes, autocast" and isinstance(converted, str):  # weights are cast again
+        assert "modified by an inplace operation" in converted
     else:
-        assert not differences(expected, found)
+        assert not differences(expected, converted)
 
 
 @pytest.mark.parametrize("name", full((*SMALL, *REAL), QUICK))
@@ -406,7 +406,7 @@ def test_bytes_of_the_context(name: str) -> None:
     baseline, model = copy.deepcopy(_pair(name))
 
     ways = (baseline, of.loss), (baseline, fitact.saving()(of.loss)), (model, of.loss)
-    before, bare, converted = (saved_bytes_of(one, partial(loss, one)) for one, loss in ways)
+    before, bare, converted = (saved_bytes_of(each, partial(loss, each)) for each, loss in ways)
     assert before > bare == converted
 
 

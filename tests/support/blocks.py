@@ -97,7 +97,7 @@ class QKV(nn.Module):
 
 
 class Gate(nn.Module):
-    """x + out(drop(f(g) · u)), with g and u of two layers, or the halves of one, in this order or the other."""
+    """x + out(drop(f(g) · u)), with g and u of two layers, or the halves of a layer's, in either order."""
 
     def __init__(self, act: Callable[[], nn.Module] = nn.SiLU, p: float = 0.0, halves: int = 0) -> None:
         super().__init__()

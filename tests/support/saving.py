@@ -148,7 +148,7 @@ def both_ways(
 
     Returns the bytes that are saved without the context and in it, which hooks count; it runs without hooks, too.
     """
-    wanted, found, sizes = [one for one in inputs if one.requires_grad], [], []
+    wanted, results, sizes = [tensor for tensor in inputs if tensor.requires_grad], [], []
     for context, counted in product((nullcontext, partial(fitact.saving, **given)), (True, False)):
         torch.manual_seed(0)
         with count_saved() if counted else nullcontext() as saved, cast(autocast), context():
@@ -156,8 +156,8 @@ def both_ways(
         sizes += [] if saved is None else [saved.bytes]
         dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
         gradients = torch.autograd.grad(y, wanted, dy) if wanted else None
-        found.append((y.detach(), y.stride(), torch.rand(1), gradients))
-    assert not any(differences(found[0], one) for one in found[1:])
+        results.append((y.detach(), y.stride(), torch.rand(1), gradients))
+    assert not any(differences(results[0], other) for other in results[1:])
     return sizes
 
 
