@@ -18,7 +18,22 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.runtime.measure import Meter, count_saved
-from tests.support.blocks import BY_HAND, MLP, MODELS, SMALL, WIDE, Gate, Gemma, Of, Own, Read, RMSNorm, hand
+from tests.support.blocks import (
+    BY_HAND,
+    IMAGES,
+    MLP,
+    MODELS,
+    SMALL,
+    UNITS,
+    WIDE,
+    Gate,
+    Gemma,
+    Of,
+    Own,
+    Read,
+    RMSNorm,
+    hand,
+)
 from tests.support.saving import (
     HALF,
     SETTINGS,
@@ -42,11 +57,19 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 
 @quiet
 @settings
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | UNITS)
 def test_gradients_and_bytes(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    wide = torch.randn(32, 16, 16)
-    before, after = saving_less(SMALL[name], wide=wide, dtype=dtype, autocast=autocast, seeds=2)
-    assert after < before
+    """In training and evaluation; of images in both orders of memory, and the statistics that run along."""
+
+    def step(model: Any, x: Tensor) -> Any:
+        return [train(model.train(training), x) for training in (True, False, True)]
+
+    given = {"step": step, "dtype": dtype, "autocast": autocast}
+    for order in (torch.contiguous_format, torch.channels_last) if name in UNITS else (torch.contiguous_format,):
+        x = IMAGES[2].contiguous(memory_format=order) if name in UNITS else X
+        wide = x.repeat(8, 1, 1, 1) if name in UNITS else torch.randn(32, 16, 16)
+        before, after = saving_less((SMALL | UNITS)[name], x, wide, **given)
+        assert after < before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.full)])

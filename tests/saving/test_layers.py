@@ -30,8 +30,6 @@ from tests.support.saving import (
     precisions,
     saves,
     saving_less,
-    settings,
-    train,
 )
 
 SLOPES = nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(inplace=True), nn.LeakyReLU(), nn.LeakyReLU(inplace=True)
@@ -101,21 +99,6 @@ def test_options(n: int, options: str) -> None:
     before, after = saving_less(make, X[n], X[n].repeat(8, *(1 for _ in range(n + 1))))
     # with an even kernel, PyTorch pads in the convolution, and saves the copy that it makes
     assert after <= before if options == "same, even" else after < before
-
-
-@settings
-@pytest.mark.parametrize("name", UNITS)
-def test_units(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    """Outputs, gradients, and the statistics that run along, of batches in both orders of memory."""
-
-    def step(model: Any, x: Tensor) -> Any:
-        return [train(model.train(training), x) for training in (True, False, True)]
-
-    for order in (torch.contiguous_format, torch.channels_last):
-        x = X[2].contiguous(memory_format=order)
-        given = {"step": step, "dtype": dtype, "autocast": autocast}
-        before, after = saving_less(UNITS[name], x, x.repeat(8, 1, 1, 1), **given)
-        assert after < before
 
 
 @pytest.mark.parametrize(

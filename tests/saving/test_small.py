@@ -17,9 +17,8 @@ from fitact import saving
 from fitact.runtime.kernels import reference
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
-from tests.support.blocks import MODELS, Of
+from tests.support.blocks import Of
 from tests.support.saving import (
-    agree,
     both_ways,
     cast,
     differences,
@@ -74,13 +73,6 @@ def test_bits_are_saved() -> None:
     rows, parameters = 64 * 16, [tensor for layer in (up, *outs) for tensor in layer.parameters()]
     _, after = both_ways(compute, x, *parameters)
     assert after == 4 * (x.numel() + rows * 24 + 3 * 24 * 24) + 3 * rows * 24 // 8
-
-
-def test_training_and_evaluation() -> None:
-    def step(model: Any, x: Tensor) -> Any:
-        return [train(model.train(training), x) for training in (True, False, True)]
-
-    agree(MODELS["dropout"], step)
 
 
 WIDTH, EXPERTS, ROWS = 16, 5, 300
