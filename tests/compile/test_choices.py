@@ -1,4 +1,4 @@
-"""What is stored in which bits, and how far gradients are off; graphs run without kernels."""
+"""What is stored in which bits, how far gradients are off, and the codes that graphs call, without kernels."""
 
 from __future__ import annotations
 
@@ -14,189 +14,129 @@ from torch import Tensor, nn
 
 import fitact
 from benchmarks import compiled as benchmark
+from benchmarks.compiled import run_graphs
+from fitact.runtime.compile.codes import Graph, pack, unpack
 from fitact.runtime.compile.report import SavedRecord
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import blocks
-from tests.compile.test_compile import Gelu, SwiGLU, made, off, step
-
-run_graphs = benchmark.run_graphs
+from fitact.runtime.torch_internals import FakeTensorMode
+from tests.compile.test_compile import Gelu, SwiGLU, beside, made, off
+from tests.support.blocks import Of
 
 
 def coded(
     block: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **arguments: Any
-) -> tuple[int, float, list[SavedRecord]]:
-    """Return bytes saved, the largest error of a gradient, and the records of what is not a parameter or small."""
-    baseline = made(block, dtype=dtype)
-    budget = arguments.pop("budget", 1.0)
-    _, expected = step(baseline, run_graphs(baseline, {}, budget), shape)
-    torch._dynamo.reset()
-    model, options = made(block, dtype=dtype), fitact.compile_options(budget=budget, **arguments)
-    size, found = step(model, run_graphs(model, options, 1.0), shape)
-    (records,) = options.report.graphs
-    return size, off(found, expected), [one for one in records if one.reason not in ("a parameter", "small")]
+) -> tuple[float, list[SavedRecord]]:
+    """Return the largest error of a gradient, and the records of what is saved and is not a parameter or small."""
+    make = partial(made, block, dtype=dtype)
+    (_, expected), (_, found), records = beside(make, shape, **{"budget": 1.0} | arguments)
+    return off(found, expected), [one for one in records if one.reason not in ("a parameter", "small")]
 
 
-class Masked(nn.Module):
-    """Two layers of attention that share a mask of 0 and −∞."""
+def masked(direct: bool) -> nn.Module:
+    """Return two layers of attention that share a mask of 0 and −∞."""
 
-    def __init__(self, direct: bool) -> None:
-        super().__init__()
-        self.direct = direct
-        self.qkv = nn.ModuleList(nn.Linear(64, 192, bias=False) for _ in range(2))
-        self.out = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def call(m: Any, x: Tensor) -> Tensor:
         place = torch.arange(128)
         seen = place[:, None] >= place[None]
         zero, never = torch.tensor(0.0, dtype=x.dtype), torch.tensor(-torch.inf, dtype=x.dtype)
-        mask = torch.where(seen, zero, never) if self.direct else torch.where(seen, 0.0, -torch.inf).to(x.dtype)
-        for layer in self.qkv:
-            q, k, v = layer(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(q, k, v, mask)
-            x = x + y.transpose(1, 2).reshape(2, 128, 64)
-        return self.out(x)
+        mask = torch.where(seen, zero, never) if direct else torch.where(seen, 0.0, -torch.inf).to(x.dtype)
+        for layer in m.qkv:
+            q, k, v = heads(layer(x))
+            x = x + joined(F.scaled_dot_product_attention(q, k, v, mask))
+        return m.out(x)
+
+    qkv = nn.ModuleList(nn.Linear(64, 192, bias=False) for _ in range(2))
+    return Of(call, qkv=qkv, out=nn.Linear(64, 64, bias=False))
+
+
+def heads(qkv: Tensor) -> Tensor:
+    return qkv.view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+
+
+def joined(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).reshape(2, 128, 64)
 
 
 def test_masks_of_numbers() -> None:
-    """A mask of 0 and −∞ that attention saves becomes bits or stays; as a code it would be NaN."""
     shape = (2, 128, 64)
-    _, error, records = coded(partial(Masked, True), shape, torch.bfloat16, error="exact")
+    error, records = coded(partial(masked, True), shape, torch.bfloat16, error="exact")
     assert error == 0
     (mask,) = (one for one in records if one.operation == "where")
     assert (mask.kind, mask.bits, mask.before, mask.after) == ("mask", 1, 128 * 128 * 2, 128 * 128 // 8)
-    _, error, records = coded(partial(Masked, False), shape, torch.bfloat16, bits=8)
+    error, records = coded(partial(masked, False), shape, torch.bfloat16, bits=8)
     assert error < 0.02
     assert {one.reason for one in records if one.operation == "convert_element_type"} == {"attention's mask"}
 
 
-class Scored(nn.Module):
-    """Attention by two batched products and a softmax of masked scores, a gated layer, and a loss."""
+def scored() -> nn.Module:
+    """Return attention by two batched products and a softmax of masked scores, a gated layer, and a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.gate, self.out = nn.Linear(64, 192), nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    def call(m: Any, x: Tensor) -> Tensor:
+        q, k, v = heads(m.qkv(x))
         seen = torch.ones(128, 128, dtype=torch.bool).tril()
         weights = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).softmax(-1)
-        y = (weights @ v).transpose(1, 2).reshape(2, 128, 64)
-        y = self.out(x + y * self.gate(x).sigmoid())
+        y = m.out(x + joined(weights @ v) * m.gate(x).sigmoid())
         return F.cross_entropy(y.view(256, 64), torch.arange(256) % 64)
 
-
-class Sharp(nn.Module):
-    """Attention whose queries and keys are normalised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(64, 192), nn.Linear(64, 64), nn.RMSNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(2, 128, 64))
+    return Of(call, qkv=nn.Linear(64, 192), gate=nn.Linear(64, 64), out=nn.Linear(64, 64))
 
 
-class Convolved(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(8, 64, 3), norm(), nn.Conv2d(64, 64, 3)
+def sharp() -> nn.Module:
+    """Return attention whose queries and keys are normalised."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.norm(self.first(x))))
+    def call(m: Any, x: Tensor) -> Tensor:
+        q, k, v = heads(m.qkv(x))
+        return m.out(joined(F.scaled_dot_product_attention(m.norm(q), m.norm(k), v, is_causal=True)))
 
-
-class Scaled(nn.Module):
-    """A factor for each channel, from a mean over the pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.Linear(512, 512), nn.Conv2d(512, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(x * self.layer(x.mean((2, 3))).sigmoid()[:, :, None, None])
+    return Of(call, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64), norm=nn.RMSNorm(16))
 
 
-class Rectified(Gelu):
-    """An activation whose slope jumps at 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.leaky_relu(self.up(x), -1.0))
+def convolved(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(8, 64, 3), norm, nn.ReLU(), nn.Conv2d(64, 64, 3))
 
 
-class Sine(Gelu):
-    """A layer of a SIREN, whose sine goes through many periods."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.sin(30 * self.up(x)))
-
-
-class Logarithm(Gelu):
-    """A logarithm that goes far down."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.log(self.up(x).abs() + 0.01))
+def scaled() -> nn.Module:
+    """Return a factor for each channel, from a mean over the pixels."""
+    parts = {"layer": nn.Linear(512, 512), "out": nn.Conv2d(512, 8, 1)}
+    return Of(lambda m, x: m.out(x * m.layer(x.mean((2, 3))).sigmoid()[:, :, None, None]), **parts)
 
 
-Kind = tuple[str, str, int | None, str]
-SOFTMAX: Kind = ("bmm", "", None, "of a softmax")
-OUTPUT: Kind = ("_scaled_dot_product_flash_attention_for_cpu", "attention", 8, "")
-KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[Kind]]] = {
-    "scores": (
-        Scored,
-        (2, 128, 64),
-        0.9,
-        {SOFTMAX, ("bmm", "attention", 8, ""), ("clone", "attention", 8, ""), ("addmm", "activation", 4, "")},
-    ),
-    "weights and a loss": (
-        Scored,
-        (2, 128, 64),
-        1.0,
-        {
-            *(("bmm", "attention", 8, ""), ("clone", "attention", 8, ""), ("addmm", "activation", 4, "")),
-            *(("div", "attention", 8, ""), ("bitwise_not", "mask", 1, ""), ("add", "linear", 4, "")),
-            ("addmm", "", None, "saved by the loss"),
-        },
-    ),
+SCORED = {"bmm: attention 8", "clone: attention 8", "addmm: activation 4"}
+ALL_OF_IT = SCORED | {"div: attention 8", "bitwise_not: mask 1", "add: linear 4", "addmm: saved by the loss"}
+SHARP = {"addmm: norm 8", "_scaled_dot_product_flash_attention_for_cpu: attention 8"}
+SCALED = {"mean: linear 4", "addmm: a statistic", "mul: linear 4"}
+SIZE, IMAGE = (2, 128, 64), (4, 8, 16, 16)
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]]] = {
+    "scores": (scored, SIZE, 0.9, SCORED | {"bmm: of a softmax"}),
+    "weights and a loss": (scored, SIZE, 1.0, ALL_OF_IT),
     # Attention reads what is computed from these queries and keys: 8 bits, not 4.
-    "normalised": (Sharp, (2, 128, 64), 0.9, {("addmm", "norm", 8, ""), OUTPUT}),
-    "batch norm": (
-        partial(Convolved, partial(nn.BatchNorm2d, 64)),
-        (4, 8, 16, 16),
+    "normalised": (sharp, SIZE, 0.9, SHARP),
+    "batch norm": (lambda: convolved(nn.BatchNorm2d(64)), IMAGE, 0.9, {"convolution: of a norm over the batch"}),
+    "group norm": (lambda: convolved(nn.GroupNorm(4, 64)), IMAGE, 0.9, {"convolution: norm 4"}),
+    "statistic": (scaled, (32, 512, 8, 8), 1.0, SCALED),
+    "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x)), (128, 256), 0.9, {"addmm: of a sine"}),
+    "log": (
+        lambda: Gelu(act=lambda x: x.abs().add(0.01).log()),
+        (128, 256),
         0.9,
-        {("convolution", "", None, "of a norm over the batch")},
+        {"addmm: of a logarithm or root"},
     ),
-    "group norm": (
-        partial(Convolved, partial(nn.GroupNorm, 4, 64)),
-        (4, 8, 16, 16),
-        0.9,
-        {("convolution", "norm", 4, "")},
-    ),
-    "statistic": (
-        Scaled,
-        (32, 512, 8, 8),
-        1.0,
-        {("mean", "linear", 4, ""), ("addmm", "", None, "a statistic"), ("mul", "linear", 4, "")},
-    ),
-    "sine": (Sine, (128, 256), 0.9, {("addmm", "", None, "of a sine")}),
-    "logarithm": (Logarithm, (128, 256), 0.9, {("addmm", "", None, "of a logarithm or root")}),
-    "swiglu": (SwiGLU, (128, 256), 0.9, {("mm", "activation", 4, ""), ("mm", "gate", 4, "")}),
+    "swiglu": (SwiGLU, (128, 256), 0.9, {"mm: activation 4", "mm: gate 4"}),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds(name: str) -> None:
     block, shape, budget, expected = KINDS[name]
-    _, error, records = coded(block, shape, error="coarse", budget=budget)
-    found = {(one.operation, one.kind, one.bits, one.reason) for one in records if one.operation != "input"}
-    assert found == expected
+    error, records = coded(block, shape, error="coarse", budget=budget)
+    kinds = [(one.operation, (one.kind, one.bits, one.reason)) for one in records if one.operation != "input"]
+    assert {f"{name}: {' '.join(str(part) for part in parts if part)}" for name, parts in kinds} == expected
     assert error < 0.3
 
 
 def test_bits_by_kind() -> None:
-    """Of the kinds that are named; the others have those of the class of errors."""
-    _, _, records = coded(SwiGLU, (128, 256), bits={"gate": 6, "attention": 8}, budget=0.9)
+    _, records = coded(SwiGLU, (128, 256), bits={"gate": 6, "attention": 8}, budget=0.9)
     assert {(one.kind, one.bits) for one in records if one.kind} == {("gate", 6), ("activation", 8)}
     errors = {one.bits: one.error for one in records if one.kind}
     assert 0.004 < errors[8] < 0.007 and 0.015 < errors[6] < 0.03
@@ -246,43 +186,78 @@ def test_the_whole_gradient() -> None:
 
 def test_signs_at_a_jump() -> None:
     """An element that is not 0 keeps its sign, where a slope jumps at 0, however small it is beside its block."""
-    model = made(Rectified, dtype=torch.float32)
-    with torch.no_grad():
-        model[0].up.weight.mul_(1e-5)
-        model[0].up.weight[::64] *= 1e5
-        model[0].up.bias.zero_()
-    _, expected = step(model, run_graphs(model, {}, 0.9), (128, 256))
-    torch._dynamo.reset()
-    options = fitact.compile_options()
-    _, found = step(model, run_graphs(model, options, 1.0), (128, 256))
-    assert [one.kind for one in options.report.graphs[0] if one.bits] == ["activation"]
-    assert off(found[:1], expected[:1]) < 1e-5  # of the input, which the slopes alone decide
 
+    def rectified() -> nn.Module:
+        parts = {"up": nn.Linear(256, 1024, bias=False), "down": nn.Linear(1024, 256)}
+        with torch.no_grad():
+            parts["up"].weight.mul_(1e-5)
+            parts["up"].weight[::64] *= 1e5
+        return Of(lambda m, x: x + m.down(F.leaky_relu(m.up(x), -1.0)), **parts)
 
-class Split(nn.Module):
-    """Parts of one product that are saved, one of them transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.up(x).chunk(2, -1)
-        return self.down(a.exp() * b.t().tanh().t())
+    (_, expected), (_, gradients), records = beside(partial(made, rectified, dtype=torch.float32), (128, 256))
+    assert [record.kind for record in records if record.bits] == ["activation"]
+    assert off(gradients[:1], expected[:1]) < 1e-5  # of the input, which the slopes alone decide
 
 
 def test_views_of_one_storage() -> None:
-    """What is saved of one storage is encoded once, as it lies in memory."""
-    _, error, records = coded(Split, (128, 64), budget=1.0)
+    def split(m: Any, x: Tensor) -> Tensor:
+        a, b = m.up(x).chunk(2, -1)
+        return m.down(a.exp() * b.t().tanh().t())
+
+    def make() -> nn.Module:
+        return Of(split, up=nn.Linear(64, 256), down=nn.Linear(128, 64))
+
+    error, records = coded(make, (128, 64), budget=1.0)
     found = [(one.before, one.after) for one in records if one.operation == "addmm"]
     assert found == [(4 * 128 * 256, blocks.nbytes((128, 256), 8))]
     assert error < 0.02
 
 
 def test_inputs() -> None:
-    """On request those that are no parameters."""
     for inputs, bits in ((False, None), (True, 8)):
         torch._dynamo.reset()
-        _, error, records = coded(Gelu, (128, 256), inputs=inputs, budget=0.9)
+        error, records = coded(Gelu, (128, 256), inputs=inputs, budget=0.9)
         assert {one.bits for one in records if one.operation == "input"} == {bits}
         assert error < 0.02
+
+
+OPS = torch.ops.fitact
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (3, 77, 192), (130, 34), (65, 33), (4096,)])
+@pytest.mark.parametrize("bits", [8, pytest.param(5, marks=pytest.mark.full), 4])
+def test_the_ops_are_those_of_saving(shape: tuple[int, ...], bits: int) -> None:
+    """With rows as long as the features, or of 64, as where sizes vary; and without numbers as with them."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for columns in {blocks.columns_of(shape), blocks.BLOCK}:
+        *parts, form = OPS.encode_blocks(x, columns, bits, False)
+        assert sum(part.nbytes for part in parts) <= x.numel() * (bits + 0.3125) / 8 + 32 * columns + 64
+        assert form.nbytes == 0
+        found = OPS.decode_blocks(*parts, form, columns, x.dtype)
+        assert found.shape == x.shape and found.dtype == x.dtype
+        if columns == blocks.columns_of(shape):
+            expected = blocks.encode(x, bits)
+            assert all(torch.equal(one, other) for one, other in zip(parts, expected, strict=True))
+            assert sum(part.nbytes for part in parts) == blocks.nbytes(shape, bits)
+            assert torch.equal(found, blocks.decode(*expected, shape, x.dtype))
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(OPS.encode_blocks, (x, columns, bits, False), test_utils=checks)
+        torch.library.opcheck(OPS.decode_blocks, (*parts, form, columns, x.dtype), test_utils=checks)
+
+
+def test_masks() -> None:
+    """Eight lie in a byte, the first in the lowest bit."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    mask = torch.rand(3, 24, generator=torch.Generator().manual_seed(0)) < 0.5
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(mask)
+    end = graph.output(x)
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    builder = Graph(module, end)
+    packed = pack(builder, x)
+    end.args = ((packed, unpack(builder, packed)),)
+    module.recompile()
+    found, again = module(mask)
+    assert torch.equal(again, mask)
+    for row, own in zip(found.tolist(), mask.tolist(), strict=True):
+        assert int.from_bytes(bytes(row), "little") == sum(bit << i for i, bit in enumerate(own))

@@ -20,8 +20,10 @@ import fitact
 from benchmarks.compiled import run_graphs
 from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
+from fitact.runtime.compile.report import SavedRecord
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import storage_id
+from tests.support.blocks import Of
 from tests.support.compilers import needs_compiler
 from tests.support.processes import python
 
@@ -31,12 +33,13 @@ BYTES = 8.3125 / 8  # of an element in codes of 8 bits
 
 
 class Gelu(nn.Module):
-    def __init__(self, width: int = 256, hidden: int = 1024) -> None:
+    def __init__(self, width: int = 256, hidden: int = 1024, act: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(self.act(self.up(self.norm(x))))
 
 
 class SwiGLU(nn.Module):
@@ -50,13 +53,9 @@ class SwiGLU(nn.Module):
         return x + self.down(F.silu(self.gate(z)) * self.up(z))
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.last = nn.Linear(256, 256), nn.Linear(256, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.layer_norm(x + F.dropout(self.linear(x), 0.25), (256,)))
+def dropped() -> nn.Module:
+    parts = {"linear": nn.Linear(256, 256), "last": nn.Linear(256, 256)}
+    return Of(lambda m, x: m.last(F.layer_norm(x + F.dropout(m.linear(x), 0.25), (256,))), **parts)
 
 
 def made(*blocks: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -82,8 +81,26 @@ def plain(budget: float, model: nn.Module, shape: tuple[int, ...]) -> tuple[int,
         return step(model, torch.compile(model, fullgraph=True), shape)
 
 
+def beside(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...] = (TOKENS, 256),
+    autocast: torch.dtype | None = None,
+    budget: float = 0.9,
+    **given: Any,
+) -> tuple[Any, Any, list[SavedRecord]]:
+    """Return what `step` does of a model's graphs as they are and with codes, and the records of what is saved."""
+    options, results = fitact.compile_options(budget=budget, **given), []
+    for each in ({}, options):
+        torch._dynamo.reset()
+        model = make()
+        run = run_graphs(model, each, budget)
+        cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+        results.append(step(model, cast(run), shape))
+    (records,) = options.report.graphs
+    return *results, records
+
+
 def fused(texts: list[str]) -> int:
-    """How many fused kernels generated code calls."""
     return sum(len(re.findall(r"^        cpp_fused\w*\(", text, re.MULTILINE)) for text in texts)
 
 
@@ -119,10 +136,9 @@ def test_blocks(block: Callable[[], nn.Module], baseline: int, numbers: float, t
 
 
 def test_exact() -> None:
-    """Masks become bits, and no gradient changes."""
-    saved, expected = plain(0.9, made(Dropped), (TOKENS, 256))
+    saved, expected = plain(0.9, made(dropped), (TOKENS, 256))
     torch._dynamo.reset()
-    model = made(Dropped)
+    model = made(dropped)
     compiled = fitact.compile(model, error="exact", fullgraph=True)
     less, found = step(model, compiled, (TOKENS, 256))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -173,16 +189,12 @@ def test_dynamic_shapes() -> None:
 
 
 def test_loss_and_outputs_are_left_alone() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 100)
+    def call(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(m.hidden(x))
+        return F.cross_entropy(m.head(hidden), torch.zeros(len(x), dtype=torch.int64)), hidden
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = torch.tanh(self.hidden(x))
-            return F.cross_entropy(self.head(hidden), torch.zeros(len(x), dtype=torch.int64)), hidden
-
-    model, options = made(Model, dtype=torch.float32), fitact.compile_options(budget=1.0)
+    model = Of(call, hidden=nn.Linear(64, 64), head=nn.Linear(64, 100))
+    options = fitact.compile_options(budget=1.0)
     run_graphs(model, options, 1.0)(torch.randn(256, 64))
     reasons = {record.operation: record.reason for record in options.report.graphs[0]}
     assert reasons["addmm"] == "saved by the loss"
@@ -191,16 +203,16 @@ def test_loss_and_outputs_are_left_alone() -> None:
 
 def test_huge_and_tiny_numbers() -> None:
     """A residual sum may have elements a thousand times as large as the rest, and a model may begin tiny."""
-    for factor in (1e-3, 1e3):
-        torch._dynamo.reset()
+
+    def make(factor: float) -> nn.Module:
         model = made(SwiGLU, SwiGLU, dtype=torch.float32)
-        with torch.no_grad():
-            for block in model:
-                block.down.weight.mul_(factor)
-                block.gate.weight.mul_(0.1)
-        _, expected = step(model, run_graphs(model, {}, 0.9), (TOKENS, 256))
-        torch._dynamo.reset()
-        _, found = step(model, run_graphs(model, fitact.compile_options(), 0.9), (TOKENS, 256))
+        for block in model:
+            block.down.weight.data.mul_(factor)
+            block.gate.weight.data.mul_(0.1)
+        return model
+
+    for factor in (1e-3, 1e3):
+        (_, expected), (_, found), _ = beside(partial(make, factor))
         assert off(found, expected) < 0.02, factor
 
 
@@ -218,20 +230,9 @@ def test_not_finite() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_autocast(dtype: torch.dtype) -> None:
-    model = made(Gelu, dtype=torch.float32)
-
-    def run(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype):
-            return compiled(x)
-
-    compiled, options = run_graphs(model, {}, 1.0), fitact.compile_options()
-    _, expected = step(model, run, (TOKENS, 256))
-    torch._dynamo.reset()
-    compiled = run_graphs(model, options, 0.9)
-    saved, found = step(model, run, (TOKENS, 256))
+    (_, expected), (saved, found), records = beside(partial(made, Gelu, dtype=torch.float32), autocast=dtype)
     assert off(found, expected) < 0.012
-    codes = [(record.kind, record.bits) for record in options.report.graphs[0] if record.bits]
-    assert codes == [("activation", 8)]
+    assert [(record.kind, record.bits) for record in records if record.bits] == [("activation", 8)]
     # The weights' casts may be saved; no code is made of a weight.
     assert saved <= TOKENS * (1024 * BYTES + 8) + 2 * 2 * 256 * 1024
 
@@ -239,13 +240,12 @@ def test_autocast(dtype: torch.dtype) -> None:
 # PyTorch's compiler looks at the gradient of a tensor that is no leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_graph_breaks_and_accumulation() -> None:
-    class Broken(Gelu):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            torch._dynamo.graph_break()
-            return super().forward(x)
+    def call(m: Any, x: Tensor) -> Tensor:
+        x = m.block(x)
+        torch._dynamo.graph_break()
+        return m.block(x)
 
-    model = made(Broken)
+    model = made(lambda: Of(call, block=Gelu()))
     compiled = fitact.compile(model)
     for _ in range(2):
         step(model, compiled, (TOKENS, 256))
@@ -270,24 +270,10 @@ def test_mode_and_other_options() -> None:
     assert saved == TOKENS * (1024 * BYTES + 8)
 
 
-class Converted(Gelu):
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = GeluFewbit3()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
-
-
 def test_beside_converted_activations() -> None:
     """What a converted activation saves is a code already, and stays; the rest becomes codes."""
-    model = made(Converted)
-    whole, expected = step(model, run_graphs(model, {}, 0.9), (TOKENS, 256))
-    torch._dynamo.reset()
-    options = fitact.compile_options()
-    saved, found = step(model, run_graphs(model, options, 0.9), (TOKENS, 256))
+    (whole, expected), (saved, found), records = beside(partial(made, partial(Gelu, act=GeluFewbit3())))
     assert saved < 0.62 * whole and off(found, expected) < 0.015
-    (records,) = options.report.graphs
     codes = [one for one in records if one.dtype is torch.uint8]
     assert [(one.bits, one.before, one.reason) for one in codes] == [(None, TOKENS * 1024 * 3 // 8, "of uint8")]
     others = {(one.dtype, one.bits, one.reason) for one in records if one.operation == "forward"}
@@ -299,10 +285,7 @@ def test_beside_converted_activations() -> None:
     [
         ({"error": "none"}, "error: expected 'exact', 'rounding' or 'coarse', got 'none'"),
         ({"bits": 7}, "bits: expected 3, 4, 5, 6 or 8, got 7"),
-        (
-            {"bits": {"logits": 8}},
-            "bits: expected the kinds gate, activation, norm, batch_norm, linear or attention",
-        ),
+        ({"bits": {"logits": 8}}, "bits: expected the kinds gate, activation, norm, batch_norm, linear or att"),
         ({"budget": 1.5}, "budget: expected a number from 0 to 1, got 1.5"),
         ({"inputs": torch.ones(2)}, "inputs: expected True or False, got tensor"),
         ({"attention": True}, "attention: say in how many bits"),

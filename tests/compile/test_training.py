@@ -10,48 +10,38 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fitact
 from benchmarks.compiled import run_graphs
 from tests.compile.test_compile import BYTES, TOKENS, Gelu, made, off, plain, step
+from tests.support.around import policy
+from tests.support.blocks import Of
 from tests.support.compilers import needs_compiler
 from tests.support.processes import run
 
 pytestmark = [needs_compiler, pytest.mark.full, pytest.mark.long]
 
 
-def keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 AGAIN: dict[str, dict[str, Any]] = {
     "everything": {},
-    "all but products": {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)},
+    "all but products": {"context_fn": partial(create_selective_checkpoint_contexts, policy)},
 }
-
-
-class Checkpointed(nn.Module):
-    """Two blocks with dropout, each in a checkpoint."""
-
-    def __init__(self, again: str) -> None:
-        super().__init__()
-        self.blocks, self.options = nn.ModuleList((Gelu(), Gelu())), AGAIN[again]
-
-    def forward(self, x: Tensor) -> Tensor:
-        def run(x: Tensor, block: nn.Module) -> Tensor:
-            return F.dropout(block(x), 0.1)
-
-        for block in self.blocks:
-            x = checkpoint(run, x, block, use_reentrant=False, **self.options)
-        return x
 
 
 @pytest.mark.parametrize("again", AGAIN)
 def test_checkpoints(again: str) -> None:
     """What a checkpoint saves becomes codes, and what it computes again is not saved, dropout's masks included."""
-    model = made(partial(Checkpointed, again))
+
+    def run(x: Tensor, block: nn.Module) -> Tensor:
+        return F.dropout(block(x), 0.1)
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        for block in m.blocks:
+            x = checkpoint(run, x, block, use_reentrant=False, **AGAIN[again])
+        return x
+
+    model = made(lambda: Of(call, blocks=nn.ModuleList((Gelu(), Gelu()))))
     saved, expected = plain(0.9, model, (TOKENS, 256))
     ways = [("rounding", 0.012, int(saved / 2 * BYTES)), ("exact", 0.0, saved)]
     for error, limit, size in ways[: 1 if again == "everything" else 2]:
@@ -61,19 +51,13 @@ def test_checkpoints(again: str) -> None:
         assert less == size
 
 
-class Half(nn.Module):
-    """Layers that compute in float16, with activations of 10⁻⁵ or so before the first norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(64, 256), Gelu(), nn.Linear(256, 64)
-        with torch.no_grad():
-            self.first.weight.mul_(1e-4)
-            self.first.bias.mul_(1e-4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.block(torch.tanh(self.first(x)) * 1e4))
-        return y
+def half() -> nn.Module:
+    """Return layers that compute in float16, with activations of 10⁻⁵ or so before the first norm."""
+    first, last = nn.Linear(64, 256), nn.Linear(256, 64)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.mul_(1e-4)
+    return Of(lambda m, x: m.last(m.block(torch.tanh(m.first(x)) * 1e4)), first=first, block=Gelu(), last=last)
 
 
 def test_scaled_losses() -> None:
@@ -81,7 +65,7 @@ def test_scaled_losses() -> None:
 
     def trained(options: dict[str, Any]) -> tuple[list[float], list[Tensor], list[Tensor]]:
         torch._dynamo.reset()
-        model = made(Half, dtype=torch.float32)
+        model = made(half, dtype=torch.float32)
         compiled = run_graphs(model, options, 0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**36, growth_interval=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -23,7 +23,7 @@ from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.choose.records import Conversion
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
-from tests.saving.test_modules import COPIES
+from tests.saving.test_saving import COPIES
 from tests.support.package import load
 from tests.support.processes import python
 from tests.support.rows import full

@@ -1,4 +1,4 @@
-"""Memory-sharing norms on the PyTorch path against the formula in float64, and the kernels' machine code."""
+"""Memory-sharing norms beside the formula in float64, their machine code, and norms merged into linear layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fitact.base import UsageError
 from fitact.runtime.kernels.norms import LAYER, RMS
+from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
+from fitact.runtime.norms.merge import merge_norm
+from tests.support.blocks import read_by
 from tests.support.generated import backward_op, forward_op, sizes
 from tests.support.processes import run
+from tests.support.rows import full
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 Norm = Callable[..., Tensor]
 KINDS: dict[str, Norm] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
 BASELINE: dict[str, Norm] = {"layer": F.layer_norm, "rms": F.rms_norm}
+MODULES: dict[str, tuple[Any, Any]] = {"layer": (MSLayerNorm, nn.LayerNorm), "rms": (MSRMSNorm, nn.RMSNorm)}
 KEYS = {"layer": LAYER, "rms": RMS}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -40,7 +46,6 @@ def textbook(x: Tensor, kind: str, eps: float = EPS, dims: int = 1) -> Tensor:
 
 
 def expected(x: Tensor, dy: Tensor, kind: str, eps: float = EPS, dims: int = 1) -> tuple[Tensor, Tensor]:
-    """Value and gradient in float64."""
     leaf = x.detach().double().requires_grad_()
     y = textbook(leaf, kind, eps, dims)
     (dx,) = torch.autograd.grad(y, leaf, dy.double())
@@ -82,6 +87,7 @@ INPUTS: dict[str, tuple[Callable[[], Tensor], int]] = {
     "sliced": (lambda: torch.randn(30, 128)[::2, ::2], 1),
     "expanded": (lambda: torch.randn(1, 64).expand(10, 64), 1),
     "expanded row": (lambda: torch.randn(10, 1).expand(10, 64), 1),
+    "rows of zeros and of 3": (lambda: torch.tensor([[0.0], [3.0]]).repeat(1, 64), 1),
     "image": (lambda: torch.randn(2, 64, 5, 5).flatten(2).transpose(1, 2), 1),
 }
 
@@ -100,15 +106,8 @@ def test_value_and_gradient(kind: str, name: str, dtype: torch.dtype) -> None:
 
 
 @every_kind
-def test_rows_of_zeros_and_of_one_number(kind: str) -> None:
-    x = torch.cat([torch.zeros(1, 64), torch.full((1, 64), 3.0)]).requires_grad_()
-    y = KINDS[kind](x, 64, EPS)
-    assert torch.equal(y[0], torch.zeros(64))
-    torch.testing.assert_close(y, BASELINE[kind](x, (64,), eps=EPS))
-    dy = torch.randn(2, 64)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    (baseline,) = torch.autograd.grad(BASELINE[kind](x, (64,), eps=EPS), x, dy)
-    torch.testing.assert_close(dx, baseline, rtol=1e-5, atol=1e-3)  # 1/σ is 316
+def test_zeros_stay(kind: str) -> None:
+    assert torch.equal(KINDS[kind](torch.zeros(2, 64), 64, EPS), torch.zeros(2, 64))
 
 
 def test_variance_does_not_cancel() -> None:
@@ -155,10 +154,9 @@ def test_gradient_of_any_layout(kind: str) -> None:
 def test_default_epsilon(kind: str, dtype: torch.dtype) -> None:
     """PyTorch's, for half precision too: numbers so small that epsilon decides."""
     x = (torch.randn(4, 32) * 1e-3).to(dtype)
-    baseline = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(32, elementwise_affine=False)
-    ours = (MSLayerNorm if kind == "layer" else MSRMSNorm)(32)
-    unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours(x), baseline(x), rtol=4 * unit, atol=4 * unit)
+    ours, baseline = MODULES[kind]
+    unit = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours(32)(x), baseline(32, elementwise_affine=False)(x), rtol=unit, atol=unit)
 
 
 @every_kind
@@ -180,26 +178,14 @@ def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dt
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 def test_saved_with_linear_layers(kind: str, fake: bool) -> None:
     """Three layers after a norm save one tensor together with it."""
-
-    class Three(nn.Module):
-        def __init__(self, norm: nn.Module) -> None:
-            super().__init__()
-            self.norm, self.layers = norm, nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            z = self.norm(x)
-            return sum(layer(z) for layer in self.layers)
-
-    tensor = 100 * 64 * 4
+    bytes_of, tensor = [], 100 * 64 * 4
     with FakeTensorMode() if fake else torch.enable_grad():
-        model = Three((MSLayerNorm if kind == "layer" else MSRMSNorm)(64))
-        with count_saved(model) as saved:
-            model(torch.randn(100, 64, requires_grad=True))
-        assert saved.bytes == tensor + 400
-        model.norm = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(64)
-        with count_saved(model) as baseline:
-            model(torch.randn(100, 64, requires_grad=True))
-        assert baseline.bytes >= 2 * tensor
+        for norm in MODULES[kind]:
+            model = read_by(norm(64), *(nn.Linear(64, 64) for _ in range(3)))
+            with count_saved(model) as saved:
+                model(torch.randn(100, 64, requires_grad=True))
+            bytes_of.append(saved.bytes)
+    assert bytes_of[0] == tensor + 400 and bytes_of[1] >= 2 * tensor
 
 
 @every_kind
@@ -323,45 +309,95 @@ def test_dtensors(tmp_path: Path) -> None:
     run(DISTRIBUTED, tmp_path)
 
 
-# ------------------------------------------------------------------------------------------ compiled ahead of time
-
 COLUMNS = {"short": 32, "several": 768, "block": 4096, "longest": 16384, "odd": 1003, "long": 50_000}
-DTYPE_PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"))  # of x and z
-# Pass, kind, dtypes of x and z, columns, target.
+PAIRS = ("bf16 bf16", "fp16 fp16", "fp32 fp32", "fp32 bf16")  # dtypes of x and z
 QUICK = {
-    ("forward", "layer", "bf16", "bf16", "several", "sm_90"),
-    ("backward", "layer", "bf16", "bf16", "several", "sm_90"),
-    ("forward", "rms", "fp32", "bf16", "block", "gfx942"),
-    ("backward", "layer", "fp32", "bf16", "block", "gfx942"),
-    ("backward", "layer", "fp32", "fp32", "longest", "sm_80"),
-    ("forward", "layer", "fp16", "fp16", "long", "sm_90"),
-    ("backward", "layer", "bf16", "bf16", "long", "gfx942"),
+    ("forward", "layer", "bf16 bf16", "several", "sm_90"),
+    ("backward", "layer", "bf16 bf16", "several", "sm_90"),
+    ("forward", "rms", "fp32 bf16", "block", "gfx942"),
+    ("backward", "layer", "fp32 bf16", "block", "gfx942"),
+    ("backward", "layer", "fp32 fp32", "longest", "sm_80"),
+    ("forward", "layer", "fp16 fp16", "long", "sm_90"),
+    ("backward", "layer", "bf16 bf16", "long", "gfx942"),
 }
+EVERY = product(("forward", "backward"), KINDS, PAIRS, COLUMNS, ("sm_80", "sm_90", "gfx942"))
 
 
-EVERY = list(product(KINDS, COLUMNS, ("sm_80", "sm_90", "gfx942")))
-ROWS = list(product(("forward", "backward"), DTYPE_PAIRS))
-
-
-# The kernels that one test compiles: those of the quick part, and the others.
-@pytest.mark.parametrize(
-    ("kind", "columns", "target", "rows"),
-    [
-        pytest.param(*case, rows, id="-".join(case) + "-quick" * quick, marks=[] if quick else pytest.mark.full)
-        for case in EVERY
-        for quick in (True, False)
-        for rows in [[row for row in ROWS if ((row[0], case[0], *row[1], *case[1:]) in QUICK) == quick]]
-        if rows
-    ],
-)
-def test_compiled_without_spills(
-    kind: str, columns: str, target: str, rows: list[tuple[str, tuple[str, str]]]
-) -> None:
-    """Vectors of 8 or 16 bytes where the rows are aligned."""
+@pytest.mark.parametrize(("pass_", "kind", "dtypes", "columns", "target"), full(EVERY, QUICK))
+def test_compiled_without_spills(pass_: str, kind: str, dtypes: str, columns: str, target: str) -> None:
+    """In vectors of 8 or 16 bytes where the rows are aligned."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from tests.support.compiled import NormKernel, code
 
-    for pass_, (x, z) in rows:
-        found = code(NormKernel(kind, pass_, COLUMNS[columns]).compile(x, target, z).asm)
-        assert found.spills == 0 and found.registers < (256 if target == "gfx942" else 128), (pass_, x, z)
-        assert found.load >= 8 or columns == "odd", (pass_, x, z)
+    x, z = dtypes.split()
+    kernel = code(NormKernel(kind, pass_, COLUMNS[columns]).compile(x, target, z).asm)
+    assert kernel.spills == 0 and kernel.registers < (256 if target == "gfx942" else 128)
+    assert kernel.load >= 8 or columns == "odd"
+
+
+SIZE = 24
+
+
+def llama(width: int) -> nn.Module:
+    return imported("transformers.models.llama.modeling_llama").LlamaRMSNorm(width)
+
+
+def gemma(width: int) -> nn.Module:
+    return imported("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(width)
+
+
+NORMS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm, "LLaMA's": llama, "Gemma's": gemma}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_same_function_from_fewer_bytes(kind: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    norm = NORMS[kind](SIZE)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    baseline = read_by(norm, *(nn.Linear(SIZE, 8, bias) for _ in range(2)))
+    model = copy.deepcopy(baseline)
+    model.norm = merge_norm(model.norm, list(model.layers))
+    assert type(model.norm) is (MSLayerNorm if kind == "LayerNorm" else MSRMSNorm)
+    x = torch.randn(6, SIZE, requires_grad=True)
+    found = []
+    for one in (baseline, model):
+        with count_saved(one) as saved:
+            y = one(x)
+        (gradient,) = torch.autograd.grad(F.softplus(y).sum(), x)
+        found.append((y.detach(), gradient, saved.bytes))
+    torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-4, atol=1e-5)
+    assert found[1][2] < found[0][2]
+
+
+def test_half_precision() -> None:
+    norm = llama(SIZE).bfloat16()
+    nn.init.normal_(norm.weight)
+    layer = nn.Linear(SIZE, 8, bias=False, dtype=torch.bfloat16)
+    expected = layer.weight * norm.weight
+    assert type(merge_norm(norm, [layer])) is MSRMSNorm
+    assert torch.equal(layer.weight, expected)
+
+
+class Other(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) ** 3
+
+
+NORM, SIZES = "norm: expected a LayerNorm or RMSNorm", f"layers: expected linear layers of {SIZE} inputs, got "
+WRONG = {
+    "another norm": (Other(SIZE), nn.Linear(SIZE, 2), rf"{NORM} .*, got Other"),
+    "no weight": (nn.LayerNorm(SIZE, elementwise_affine=False), nn.Linear(SIZE, 2), NORM),
+    "another size": (nn.LayerNorm(SIZE), nn.Linear(SIZE + 1, 2), f"{SIZES}Linear"),
+    "no linear layer": (nn.LayerNorm(SIZE), nn.Bilinear(SIZE, 2, 2), f"{SIZES}Bili"),
+}
+
+
+@pytest.mark.parametrize(("norm", "layer", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_use(norm: nn.Module, layer: nn.Module, message: str) -> None:
+    good = nn.Linear(SIZE, 2)
+    state = copy.deepcopy(good.state_dict())
+    with pytest.raises(UsageError, match=message):
+        merge_norm(norm, [good, layer])  # type: ignore[list-item]
+    torch.testing.assert_close(good.state_dict(), state, rtol=0, atol=0)

@@ -27,11 +27,7 @@ def record(part: str, folder: Path, **options: Any) -> Record:
 
 
 def rows_of(path: Path) -> Rows:
-    rows: Rows = json.loads(path.read_text("utf-8"))["rows"]
-    return rows
-
-
-# --------------------------------------------------------------------------------------------- the whole rehearsal
+    return json.loads(path.read_text("utf-8"))["rows"]
 
 
 def rehearsed(part: str, folder: Path, *only: str) -> Rows:
@@ -121,9 +117,6 @@ def test_training(tmp_path: Path) -> None:
     assert len(losses) == 1  # bit for bit the same training
 
 
-# -------------------------------------------------------------------------------------------- the record, the tree
-
-
 def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
     def fails() -> dict[str, Any]:
         raise RuntimeError("out of luck")
@@ -140,9 +133,6 @@ def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
     again.measure({"variant": "wanted 1"}, lambda: {"ms": 1.0})
     again.measure({"variant": "wanted 2"}, lambda: {"ms": 1.0})
     assert ["error" in row for row in rows_of(tmp_path / "steps.json")] == [True, False]
-
-
-# ------------------------------------------------------------------------------------------------ results of a GPU
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 100, 1023, 4095])

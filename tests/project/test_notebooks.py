@@ -97,8 +97,6 @@ def test_executed_again_prints_the_same(name: str, tmp_path: Path) -> None:
     assert differences(notebook(name), again) == []
 
 
-# ------------------------------------------------------------------------------------------------------ their fits
-
 FITS = {path.stem: path for path in sorted((FOLDER / "fits").glob("*.json"))}
 
 

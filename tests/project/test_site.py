@@ -1,11 +1,15 @@
-"""The site: its pages are those of the repository, each is in its menu, and links lead where they led before."""
+"""The documentation and its site: generated pages are up to date, pages are in the menu, links lead somewhere."""
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +21,6 @@ from tests.support.package import load
 
 
 def script(name: str) -> Any:
-    """Import a script of docs/."""
     return load(ROOT / "docs" / f"{name}.py", f"docs_{name}")
 
 
@@ -31,8 +34,7 @@ def hooks() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def pages(hooks: ModuleType) -> dict[str, bytes]:
-    found: dict[str, bytes] = hooks.pages()
-    return found
+    return hooks.pages()
 
 
 class Loader(yaml.SafeLoader):
@@ -43,8 +45,7 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, no
 
 
 def configuration() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
-    return found
+    return yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
 
 
 def entries(menu: Any) -> Iterator[str]:
@@ -141,3 +142,61 @@ def test_extras_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert {name.lower() for name in named} - {"fitact", "wheel"} <= pinned
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")])
+
+
+@pytest.fixture(scope="module")
+def build() -> Any:
+    return script("build")
+
+
+@pytest.mark.parametrize("page", ["commands", "api", "gallery"])
+def test_generated_pages(page: str, build: Any) -> None:
+    made = {"commands": build.commands, "api": build.api, "gallery": lambda: build.gallery(build.shipped())}
+    text = made[page]()
+    assert (ROOT / "docs" / f"{page}.md").read_text("utf-8") == text, "run python docs/build.py"
+
+
+def test_pages_with_results_of_a_gpu(build: Any) -> None:
+    for path, text in build.with_results().items():
+        assert path.read_text("utf-8") == text, "run python docs/build.py"
+
+
+def test_every_shipped_fit_has_a_picture(build: Any) -> None:
+    pictures = {path.stem for path in (ROOT / "docs" / "gallery").iterdir()}
+    assert pictures == {fit.name for fit in build.shipped()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links(page: Path) -> None:
+    """Files exist, and headings too: the page's own and those of other pages."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        other = page.parent / path if path else page
+        assert other.exists(), target
+        assert not anchor or anchor in _anchors(other), target
+
+
+@cache
+def _prose(page: Path) -> str:
+    """Return the text of a page, or of a notebook, without code."""
+    text = page.read_text("utf-8")
+    if page.suffix == ".ipynb":
+        cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    found: Counter[str] = Counter()
+    anchors = set()
+    for heading in re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        anchors.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return anchors

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact import saving
@@ -22,23 +20,29 @@ from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support.around import AROUND
+from tests.support.blocks import Of
+from tests.support.models import FAMILIES, MORE, TEXT
 from tests.support.saving import (
     HALF,
-    PRECISIONS,
     SETTINGS,
+    Operators,
     agree,
+    both_ways,
     cast,
     differences,
+    observed,
     pair,
     peaks,
+    precisions,
     saved_bytes_of,
-    saves,
+    saving_less,
     train,
 )
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 6, 8
 DTYPES = SETTINGS | {"autocast of halves": (HALF, torch.float16)}
-precisions = pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS.values(), ids=PRECISIONS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 
 
 def turned(*shape: int) -> Tensor:
@@ -76,42 +80,25 @@ CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]
 }
 
 
-def contexts(again: bool = False) -> tuple[Any, Any]:
-    return nullcontext(), saving(recompute_attention=again)
-
-
 def attend(*given: Any, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(*given, **options)
 
 
-def alike(
-    case: str, setting: str, again: bool = False, frozen: str = "", call: Callable[..., Tensor] = attend
-) -> tuple[int, int]:
-    """Compare output, its strides, gradients and a random number that follows; return the bytes that are saved."""
+def compared(case: str, setting: str, frozen: str = "", call: Callable[..., Tensor] = attend, **given: Any) -> Any:
+    """Compare both ways; return the bytes that are saved."""
     dtype, autocast = DTYPES[setting]
-    found, sizes = [], []
-    for context in contexts(again):
-        torch.manual_seed(0)
-        given, biases, options = CASES[case]()
-        leaves = [one.to(dtype) for one in (*given, *([] if biases is None else [biases]))]
-        for name, one in zip("qkvb", leaves, strict=False):
-            one.requires_grad_(name not in frozen)
-        inner = [one * 1 for one in leaves]
-        with count_saved() as saved, cast(autocast), context:
-            y = call(*inner, **options)
-        if y.requires_grad:
-            y.backward(torch.randn(y.shape).to(y.dtype))
-        found.append((y.detach(), y.stride(), torch.rand(1), [one.grad for one in leaves]))
-        sizes.append(saved.bytes)
-    assert not differences(*found)
-    return sizes[0], sizes[1]
+    inputs, biases, options = CASES[case]()
+    leaves = [tensor.to(dtype) for tensor in (*inputs, *([] if biases is None else [biases]))]
+    for name, tensor in zip("qkvb", leaves, strict=False):
+        tensor.requires_grad_(name not in frozen)
+    return both_ways(partial(call, **options), *(tensor * 1 for tensor in leaves), autocast=autocast, **given)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("setting", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str, setting: str, again: bool) -> None:
-    before, after = alike(case, setting, again)
+    before, after = compared(case, setting, recompute_attention=again)
     wide = setting not in ("float32", "float64", "float64 in autocast")
     drops = 0 < CASES[case]()[2].get("dropout_p", 0) < 1
     assert after < before if wide or drops else after <= before
@@ -119,13 +106,15 @@ def test_bits(case: str, setting: str, again: bool) -> None:
 
 @pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv", "b"])
 def test_frozen_inputs(frozen: str) -> None:
-    alike("bias, dropout", "bfloat16", frozen=frozen)
+    compared("bias, dropout", "bfloat16", frozen=frozen)
 
 
 def test_a_bias_that_is_wider_and_one_tensor_for_all() -> None:
     """Gradients are added in PyTorch's order."""
-    alike("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
-    alike("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, q, q, mask) + attend(q, q, q, mask))
+    compared("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
+    compared(
+        "bias", "bfloat16", frozen="kv", call=lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)
+    )
 
 
 def test_halves_are_added_as_such_if_told_so() -> None:
@@ -133,7 +122,7 @@ def test_halves_are_added_as_such_if_told_so() -> None:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not allowed)
     try:
         for case in ("bias, dropout", "groups"):
-            before, after = alike(case, "bfloat16")
+            before, after = compared(case, "bfloat16")
             assert after <= before
     finally:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
@@ -141,28 +130,18 @@ def test_halves_are_added_as_such_if_told_so() -> None:
 
 def test_what_is_saved() -> None:
     """By hand: q, k and v as they are, a number of float32 for each weight, and a bit of dropout."""
-    dtype, sizes = HALF, (2, 4, 256, 64)
-    q, k, v = (turned(*sizes).to(dtype).requires_grad_() * 1 for _ in "qkv")
-    mask = torch.randn(1, 4, 256, 256).to(dtype).requires_grad_()
-    with count_saved() as saved, saving():
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
-    del y
+    given = [turned(2, 4, 256, 64).to(HALF).requires_grad_() * 1 for _ in "qkv"]
+    mask = torch.randn(1, 4, 256, 256).to(HALF).requires_grad_()
     weights = 2 * 4 * 256 * 256
-    assert saved.bytes == 3 * q.nbytes + 4 * weights + weights // 8
+    _, after = both_ways(partial(attend, dropout_p=0.1), *given, mask)
+    assert after == 3 * given[0].nbytes + 4 * weights + weights // 8
 
+    def views(x: Tensor) -> Tensor:
+        """As GPT-2's: a tensor is saved once, and not each view of it wider."""
+        return attend(*(part.view(2, 256, 4, 64).transpose(1, 2) for part in x.split(256, dim=-1)), dropout_p=0.1)
 
-def test_views_of_one_tensor() -> None:
-    """As GPT-2's: that is saved, once, and not each view of it wider."""
     x = torch.randn(2, 256, 3 * 4 * 64).to(HALF).requires_grad_() * 1
-    q, k, v = (one.view(2, 256, 4, 64).transpose(1, 2) for one in x.split(256, dim=-1))
-    with count_saved() as saved, saving():
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-    del y
-    weights = 2 * 4 * 256 * 256
-    assert saved.bytes == x.nbytes + 4 * weights + weights // 8
-
-
-# --------------------------------------------------------------------------------------------- what PyTorch fuses
+    assert both_ways(views, x)[1] == x.nbytes + 4 * weights + weights // 8
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -197,15 +176,12 @@ def test_what_is_wrong_pytorch_says(name: str) -> None:
     q, k, v = (one.requires_grad_() for one in tensors())
     given = {"query": q, "key": k, "value": v} | dict(WRONG[name])
     messages = []
-    for context in contexts():
+    for context in (nullcontext(), saving()):
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
         with pytest.raises((RuntimeError, TypeError)) as raised, context, allowed:
             F.scaled_dot_product_attention(**given)
         messages.append((raised.type, str(raised.value)))
     assert messages[0] == messages[1]
-
-
-# ------------------------------------------------------------------------------------------------------- run again
 
 
 def test_what_is_saved_if_it_runs_again() -> None:
@@ -220,51 +196,34 @@ def test_what_is_saved_if_it_runs_again() -> None:
         assert saved.bytes == 3 * q.nbytes + of_mask + (0 if mask is None or of_mask else mask.nbytes)
 
 
-class Attending(nn.Module):
-    """A layer with fused attention, whose last layer is trained or not."""
+def attending(trained: bool = True) -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
+        return x + m.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
-    def __init__(self, trained: bool = True) -> None:
-        super().__init__()
-        self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32).requires_grad_(trained)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        y: Tensor = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
-
-
-class Attentions(TorchDispatchMode):
-    """Counts how often fused attention runs."""
-
-    forward, backward = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "flash_attention" in name:
-            self.backward += "backward" in name
-            self.forward += "backward" not in name
-        return func(*args, **(kwargs or {}))
+    return Of(call, qkv=nn.Linear(32, 96), o=nn.Linear(32, 32).requires_grad_(trained))
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_run_once_in_a_pass(trained: bool) -> None:
     """Whoever reads the output; in two passes twice, with the same gradients and nothing held between them."""
-    model = Attending(trained)
+    model = attending(trained)
     x = torch.randn(2, 8, 32, requires_grad=True)
-    with Attentions() as expected:
+    with Operators() as expected:
         model(x).sin().sum().backward()
     with saving(recompute_attention=True):
         loss = model(x).sin().sum()
-    with Attentions() as counted:
+    with Operators() as counted:
         found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
     assert all(torch.equal(one, x.grad) for one in found if x.grad is not None)
-    assert (expected.forward, expected.backward) == (1, 1)
-    assert (counted.forward, counted.backward) == (2, 2)
+    for operators, runs in ((expected, 1), (counted, 2)):
+        fused = ["backward" in name for name in operators.names if "flash_attention" in name]
+        assert (fused.count(False), fused.count(True)) == (runs, runs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@dtypes
 def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
-    models = [nn.Sequential(Attending(), Attending()).to(dtype) for _ in range(2)]
+    models = [nn.Sequential(attending(), attending()).to(dtype) for _ in range(2)]
     fitact.convert(models[1], recompute_attention=True)
     before, after = peaks((models[0], models[1]), torch.randn(4, 64, 32).to(dtype).requires_grad_())
     assert after < before
@@ -273,7 +232,7 @@ def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
 def test_second_derivative_if_it_runs_again() -> None:
     """Of attention that is not fused: PyTorch has no other's. Its terms are added in another order."""
     found = []
-    for context in contexts(again=True):
+    for context in (nullcontext(), saving(recompute_attention=True)):
         torch.manual_seed(0)
         q, k, v = (turned(1, 2, 4, 8).requires_grad_() for _ in "qkv")
         with context, sdpa_kernel(SDPBackend.MATH):
@@ -284,65 +243,48 @@ def test_second_derivative_if_it_runs_again() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_if_it_runs_again(reentrant: bool) -> None:
-    x = torch.randn(2, 8, 32, requires_grad=True)
-    model = Attending()
-    expected = torch.autograd.grad(model(x).sin().sum(), (x, *model.parameters()))
+@pytest.mark.parametrize("around", ["checkpoint", "reentrant"])
+def test_checkpointed_if_it_runs_again(around: str) -> None:
+    model, x = attending(), torch.randn(2, 8, 32)
+    expected = observed(model, AROUND[around], x)
+    model.zero_grad()
     with saving(recompute_attention=True):
-        y = checkpoint(model, x, use_reentrant=reentrant)
-    y.sin().sum().backward()
-    found = x.grad, *(one.grad for one in model.parameters())
-    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+        again = observed(model, AROUND[around], x)
+    assert not differences(expected, again)
 
 
-# --------------------------------------------------------------------------------------------------------- models
-
-
-class Biased(nn.Module):
-    """Attention with a table of biases that is trained; options are those of PyTorch's function."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.qkv, self.o = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 32)
-        self.table = nn.Embedding(16, HEADS)
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in self.qkv)
+def biased(p: float) -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in m.qkv)
         places = torch.arange(x.shape[1])
-        mask = self.table((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
-        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), **self.options)
-        z: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return z
+        mask = m.table((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
+        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), dropout_p=p)
+        return m.o(y.transpose(1, 2).flatten(2))
+
+    qkv = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    return Of(call, qkv=qkv, o=nn.Linear(32, 32), table=nn.Embedding(16, HEADS))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@dtypes
 def test_peak(dtype: torch.dtype, p: float) -> None:
-    """Of attention alone, whether it saves less or not."""
-    before, after = peaks(
-        pair(partial(Biased, dropout_p=p), dtype), torch.randn(2, 64, 32).to(dtype).requires_grad_()
-    )
+    x = torch.randn(2, 64, 32).to(dtype).requires_grad_()
+    before, after = peaks(pair(partial(biased, p), dtype), x)
     assert after <= before
 
 
-LAYERS = {"vocab_size": 61, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
-T5 = {"vocab_size": 61, "d_model": 48, "d_ff": 192, "d_kv": 12, "num_heads": 4, "num_layers": 2}
-GATED = T5 | {"feed_forward_proj": "gated-gelu"}
-GPT2 = {"vocab_size": 61, "n_embd": 48, "n_head": 4, "n_layer": 2, "bos_token_id": 0, "eos_token_id": 0}
-BERT = LAYERS | {"intermediate_size": 192}
 BLOCKS = ("T5Block", "GPT2Block", "BertLayer", "LlamaDecoderLayer")
+BERT, T5 = FAMILIES["bert"], MORE["t5"] | {"d_ff": 192}
 EAGER: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": ("t5", T5),
-    "t5, gated": ("t5", GATED),
-    "gpt2": ("gpt2", GPT2),
+    "t5": ("t5", T5 | {"feed_forward_proj": "relu"}),
+    "t5, gated": ("t5", T5),
+    "gpt2": ("gpt2", FAMILIES["gpt2"] | {"bos_token_id": 0, "eos_token_id": 0}),
     "bert": ("bert", BERT),
-    "llama": ("llama", LAYERS | {"intermediate_size": 128, "attention_dropout": 0.1}),
+    "llama": ("llama", TEXT | {"intermediate_size": 128, "attention_dropout": 0.1}),
 }
 # Attention that transformers leave to PyTorch, which does not fuse it: with a trained bias, or with dropout.
 SDPA = {
-    "t5, gated, sdpa": ("t5", GATED | {"num_layers": 1}),
+    "t5, gated, sdpa": ("t5", T5 | {"num_layers": 1}),
     "bert, sdpa": ("bert", BERT | {"num_hidden_layers": 1}),
 }
 
@@ -353,14 +295,12 @@ def model_of(name: str) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **sizes)
     config.use_cache = False
     how = "sdpa" if name in SDPA else "eager"
-    made: nn.Module = transformers.AutoModel.from_config(config, attn_implementation=how)
-    return made
+    return transformers.AutoModel.from_config(config, attn_implementation=how)
 
 
 def call(name: str, model: Any, x: Tensor) -> Tensor:
     given = {"decoder_inputs_embeds": x.detach().flip(0)} if name.startswith("t5") else {}
-    y: Tensor = model(inputs_embeds=x, **given).last_hidden_state
-    return y
+    return model(inputs_embeds=x, **given).last_hidden_state
 
 
 @pytest.mark.parametrize("setting", ["float32", "bfloat16", "float16", "autocast"])
@@ -382,26 +322,12 @@ def test_models(name: str, setting: str) -> None:
     assert after < (0.5 * before if name in SDPA else selective.bytes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@dtypes
 @pytest.mark.parametrize("name", EAGER)
 def test_peak_of_models(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 64, 48).to(dtype).requires_grad_()
     before, after = peaks(pair(partial(model_of, name), dtype), x, partial(call, name))
     assert after < before
-
-
-class Attention(nn.Module):
-    """One head; `weigh` makes weights of scores."""
-
-    def __init__(self, weigh: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-        self.weigh = weigh
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.weigh(self.q(x) @ self.k(x).transpose(-1, -2) * 0.25)
-        y: Tensor = self.o(weights.to(x.dtype) @ self.v(x))
-        return y
 
 
 WEIGH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -427,6 +353,14 @@ NO_LESS = {("plain", torch.float32, None), ("plain", HALF, None), ("cast in betw
 @precisions
 @pytest.mark.parametrize("weigh", WEIGH)
 def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    models = agree(partial(Attention, WEIGH[weigh]), x=torch.randn(3, 5, 16), dtype=dtype, autocast=autocast)
-    before, after = saves(models, torch.randn(2, 200, 16).to(dtype), autocast)
+    def call(m: Any, x: Tensor) -> Tensor:
+        weights = WEIGH[weigh](m.q(x) @ m.k(x).transpose(-1, -2) * 0.25)
+        return m.o(weights.to(x.dtype) @ m.v(x))
+
+    x, wide = torch.randn(3, 5, 16), torch.randn(2, 200, 16)
+
+    def make() -> nn.Module:
+        return Of(call, **{name: nn.Linear(16, 16) for name in "qkvo"})
+
+    before, after = saving_less(make, x, wide, dtype=dtype, autocast=autocast)
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -17,45 +16,32 @@ import fitact
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.saving import loss as by_rows
 from tests.support.around import AROUND
+from tests.support.blocks import Of
 from tests.support.peak import peak_memory
-from tests.support.saving import HALF, agree, cast, differences, pair, saves
+from tests.support.rows import full
+from tests.support.saving import HALF, agree, cast, differences, pair, saving_less
 
 WIDTH = 8
 X = torch.randn(2, 3, WIDTH)
 precisions = pytest.mark.parametrize("autocast", [None, HALF], ids=["bfloat16", "autocast"])
 
 
-class Model(nn.Module):
-    """Logits and their loss, as language models compute it; autocast widens logits itself."""
+def model_of(
+    classes: int = 7, rows: int = 6, widen: bool = True, made: bool = False, ignored: int = 0, **options: Any
+) -> nn.Module:
+    given = options.pop("given", lambda target: target)
 
-    def __init__(
-        self,
-        classes: int = 7,
-        rows: int = 6,
-        widen: bool = True,
-        made: bool = False,
-        given: Callable[[Tensor], Tensor] = lambda target: target,
-        ignored: int = 0,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.head, self.widen, self.made, self.options = nn.Linear(WIDTH, classes), widen, made, options
-        target = torch.randint(classes, (rows,))
-        target[:ignored] = options.get("ignore_index", -100)
-        self.register_buffer("target", given(target))
+    def call(m: Any, x: Tensor) -> Tensor:
+        logits = m.head(x)
+        logits = (logits.float() if widen else logits).flatten(0, -2)
+        return (nn.CrossEntropyLoss(**options) if made else partial(F.cross_entropy, **options))(logits, m.target)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(x)
-        logits = (logits.float() if self.widen else logits).flatten(0, -2)
-        if self.made:
-            loss: Tensor = nn.CrossEntropyLoss(**self.options)(logits, self.target)
-            return loss
-        return F.cross_entropy(logits, self.target, **self.options)
+    target = torch.randint(classes, (rows,))
+    target[:ignored] = options.get("ignore_index", -100)
+    return Of(call, head=nn.Linear(WIDTH, classes), target=nn.Buffer(given(target)))
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    *({}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"ignore_index": 0}),
-)
+OPTIONS = {}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"ignore_index": 0}
 SIZES = (  # classes, rows, PIECE, how many pieces
     (5, 2, by_rows.PIECE, 1),
     (50, 260, by_rows.PIECE, 5),  # a quarter of the logits in each, in multiples of 8 rows
@@ -63,34 +49,27 @@ SIZES = (  # classes, rows, PIECE, how many pieces
     (50, 2600, 800, 65),  # a 64th of them
 )
 LARGE = [  # which take long
-    pytest.param(50257, 100, by_rows.PIECE, 5, {}, HALF, marks=pytest.mark.full),
-    pytest.param(4096, 4 * by_rows.PIECE // 4096 + 34, by_rows.PIECE, 5, OPTIONS[2], None, marks=pytest.mark.full),
+    ((50257, 100, by_rows.PIECE, 5), {}, HALF),
+    ((4096, 4 * by_rows.PIECE // 4096 + 34, by_rows.PIECE, 5), OPTIONS[2], None),
 ]
 
 
 @pytest.mark.parametrize(
-    ("classes", "rows", "piece", "pieces", "options", "autocast"),
-    [*((*sizes, *how) for sizes in SIZES for how in product(OPTIONS, (None, HALF))), *LARGE],
+    ("sizes", "options", "autocast"),
+    full([*product(SIZES, OPTIONS, (None, HALF)), *LARGE], lambda row: row[0] in SIZES),
 )
-def test_gradients_and_bytes(
-    classes: int,
-    rows: int,
-    piece: int,
-    pieces: int,
-    options: dict[str, Any],
-    autocast: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_and_bytes(sizes: Any, options: Any, autocast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes, rows, piece, pieces = sizes
     monkeypatch.setattr(by_rows, "PIECE", piece)
     assert len([*by_rows._pieces(torch.empty(rows, classes))]) == pieces
-    make = partial(Model, classes, rows, autocast is None, rows == 260, ignored=rows // 3, **options)
-    x, dtype = torch.randn(2, rows // 2, WIDTH), torch.float32 if autocast else HALF
-    before, after = saves(agree(make, AROUND["retained"], x, dtype, autocast), x.to(dtype), autocast)
+    make = partial(model_of, classes, rows, autocast is None, rows == 260, ignored=rows // 3, **options)
+    given = {"dtype": torch.float32 if autocast else HALF, "autocast": autocast, "step": AROUND["retained"]}
+    before, after = saving_less(make, torch.randn(2, rows // 2, WIDTH), **given)
     assert before - after >= 2 * rows * classes
 
 
 def test_none_counts() -> None:
-    model, _ = agree(partial(Model, ignored=6), x=X, dtype=HALF)
+    model, _ = agree(partial(model_of, ignored=6), x=X, dtype=HALF)
     assert model(X.to(HALF)).isnan()
 
 
@@ -105,7 +84,7 @@ def test_none_counts() -> None:
     ids=["weights", "smoothing", "probabilities", "not widened"],
 )
 def test_what_is_left_to_pytorch(options: dict[str, Any]) -> None:
-    models = agree(partial(Model, **options), x=X, dtype=torch.float32 if "given" in options else HALF)
+    models = agree(partial(model_of, **options), x=X, dtype=torch.float32 if "given" in options else HALF)
     x = X.to(models[0].head.weight.dtype)
     assert len({type(one(x).grad_fn) for one in models}) == 1
 
@@ -115,7 +94,7 @@ def test_a_second_derivative() -> None:
         (dx,) = torch.autograd.grad(model(x), x, create_graph=True)
         return torch.autograd.grad(dx.square().sum(), [x, model.head.weight])
 
-    agree(Model, step, X, HALF)
+    agree(model_of, step, X, HALF)
 
 
 def test_a_second_derivative_of_several_pieces() -> None:
@@ -135,7 +114,7 @@ def test_a_second_derivative_of_several_pieces() -> None:
 
 def test_errors_are_pytorchs() -> None:
     """For a class that is not there, and for logits that were changed before backward."""
-    _, model = pair(Model, HALF)
+    _, model = pair(model_of, HALF)
     model.target[0] = 9
     with pytest.raises(IndexError, match="Target 9 is out of bounds"):
         model(X.to(HALF))
@@ -149,32 +128,27 @@ def test_errors_are_pytorchs() -> None:
         loss.backward()
 
 
-class Trained(nn.Module):
-    """Logits that are parameters, or that a norm reads too; to make them float32 returns them as they are."""
-
-    def __init__(self, normed: bool) -> None:
-        super().__init__()
-        self.logits, self.scale = nn.Parameter(torch.randn(42)), nn.Parameter(torch.ones(7))
-        self.normed = normed
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits, target = self.logits.view(6, 7), torch.arange(6)
-        if not self.normed:
-            return F.cross_entropy(logits.float(), target)
-        logits = logits * 2
-        return F.layer_norm(logits, (7,), self.scale).pow(2).sum() + F.cross_entropy(logits.float(), target)
-
-
 @pytest.mark.parametrize("normed", [False, True])
 def test_what_others_read_is_not_overwritten(normed: bool) -> None:
-    baseline, model = agree(partial(Trained, normed))
+    """Logits that are parameters, or that a norm reads too; to make them float32 returns them as they are."""
+
+    def call(m: Any, _: Tensor) -> Tensor:
+        logits, target = m.logits.view(6, 7), torch.arange(6)
+        if not normed:
+            return F.cross_entropy(logits.float(), target)
+        logits = logits * 2
+        return F.layer_norm(logits, (7,), m.scale).pow(2).sum() + F.cross_entropy(logits.float(), target)
+
+    def make() -> nn.Module:
+        return Of(call, logits=nn.Parameter(torch.randn(42)), scale=nn.Parameter(torch.ones(7)))
+
+    baseline, model = agree(make)
     assert torch.equal(baseline.logits, model.logits)
 
 
 @precisions
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 def test_the_peak_of_a_language_model(autocast: Any, held: bool) -> None:
-    """The loss takes the most memory of a step where there are many words; it takes less then."""
     transformers = imported("transformers")
     sizes = {"vocab_size": 4000, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)

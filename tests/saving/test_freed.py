@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,56 +17,39 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.runtime.saving import storage
+from tests.support.blocks import Of
 from tests.support.peak import peak_memory
+from tests.support.saving import agree, peaks
 
 
-class Block(nn.Module):
-    """A layer normed and gated, whose product is read by two layers."""
+def block() -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        normed = m.norm(x)
+        y = F.silu(m.gate(normed)) * m.up(normed)
+        return x + m.down(y) * torch.sigmoid(m.more(y))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.gate, self.up = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(64, 128)
-        self.down, self.more = nn.Linear(128, 64), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        y = F.silu(self.gate(normed)) * self.up(normed)
-        return x + self.down(y) * torch.sigmoid(self.more(y))
+    sizes = {"gate": (64, 128), "up": (64, 128), "down": (128, 64), "more": (128, 64)}
+    return Of(call, norm=nn.LayerNorm(64), **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
-Call = Callable[[nn.Module, Tensor], Tensor]
-CALLS: dict[str, Call] = {
+CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "plain": lambda block, x: block(x),
     "checkpointed": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
 }
 
 
-class Model(nn.Module):
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks, self.call = nn.ModuleList(Block() for _ in range(3)), call
+def heads() -> nn.Module:
+    """Return a block with heads that read what it recomputes: before the block's own layer, and after it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.call(block, x)
-        return x
+    def call(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        normed = m.norm(x)
+        y = F.gelu(m.up(normed))
+        early = F.gelu(m.early(y))
+        return x + m.down(y), early, F.gelu(m.late(normed))
 
-
-class Heads(nn.Module):
-    """Heads read what the block recomputes, too: one before the block's own layer, one after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
-        self.early, self.late = nn.Linear(128, 8), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        normed = self.norm(x)
-        y = F.gelu(self.up(normed))
-        early = F.gelu(self.early(y))
-        return x + self.down(y), early, F.gelu(self.late(normed))
+    sizes = {"up": (64, 128), "down": (128, 64), "early": (128, 8), "late": (64, 8)}
+    return Of(call, norm=nn.LayerNorm(64), **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 def of_heads(model: nn.Sequential, x: Tensor) -> list[Tensor]:
@@ -76,21 +61,16 @@ def of_heads(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return [x.sum(), *outputs]
 
 
-def _unread_heads(model: nn.Sequential, x: Tensor) -> None:
-    loss, *_heads = of_heads(model, x)
-    loss.backward()
-
-
-def _input(model: nn.Sequential, x: Tensor) -> None:
+def of_input(model: nn.Sequential, x: Tensor) -> None:
     first = x * 2
     loss, *_heads = of_heads(model, first)
     torch.autograd.grad(loss, first)
 
 
 PARTS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
-    "heads that no loss reads": _unread_heads,
+    "heads that no loss reads": lambda model, x: (lambda loss, *_: loss.backward())(*of_heads(model, x)),
     "heads that are gone": lambda model, x: of_heads(model, x)[0].backward(),
-    "the gradient of the input": _input,
+    "the gradient of the input": of_input,
     "the gradient of a bias": lambda model, x: of_heads(model, x)[0].backward(inputs=[model[0].up.bias]),
     "the gradient of a head": lambda model, x: of_heads(model, x)[-2].sum().backward(),
 }
@@ -129,7 +109,14 @@ def still_there(model: nn.Module, x: Tensor) -> int:
 @pytest.mark.parametrize("call", CALLS)
 def test_as_soon_as_by_pytorch(call: str, include: str | None, error: str) -> None:
     x = torch.randn(96, 64, requires_grad=True)
-    baseline, model = Model(CALLS[call]), Model(CALLS[call])
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for each in m.blocks:
+            x = CALLS[call](each, x)
+        return x
+
+    baseline = Of(forward, blocks=nn.ModuleList(block() for _ in range(3)))
+    model = copy.deepcopy(baseline)
     fitact.convert(model, include=include, error=error)
     assert still_there(model, x) <= still_there(baseline, x)
 
@@ -139,7 +126,7 @@ def test_as_soon_as_by_pytorch(call: str, include: str | None, error: str) -> No
 def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
     """What only nodes read whose backward does not run is not held for these."""
     x = torch.randn(512, 64, requires_grad=True)
-    models = [nn.Sequential(*(Heads() for _ in range(6))) for _ in range(2)]
+    models = [nn.Sequential(*(heads() for _ in range(6))) for _ in range(2)]
     fitact.convert(models[1], error=error)
     found = []
     for model in models:
@@ -150,7 +137,6 @@ def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
 
 @pytest.mark.usefixtures("by_counts_alone")
 def test_what_no_node_reads_is_not_held_below() -> None:
-    """Heads' second readers do not run, and nothing below them is recomputed."""
     trunk = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     x = torch.randn(512, 64, requires_grad=True)
     found: list[bool] = []
@@ -170,12 +156,9 @@ def test_what_no_node_reads_is_not_held_below() -> None:
 
 def test_peak_of_a_scan() -> None:
     """Each state is recomputed from the terms of all steps, which PyTorch does not save."""
-    torch.manual_seed(0)
-    layer = nn.Linear(32, 64)
-    x = torch.randn(4, 64, 32)
 
-    def scan() -> Tensor:
-        step, inputs = F.softplus(layer(x)).chunk(2, -1)
+    def scan(m: Any, x: Tensor) -> Tensor:
+        step, inputs = F.softplus(m.layer(x)).chunk(2, -1)
         decay = torch.exp(-step[..., None] * torch.arange(1.0, 17.0))
         terms = step[..., None] * torch.tanh(inputs)[..., :16][:, :, None] * inputs[..., None]
         state, outputs = torch.zeros(4, 32, 16), []
@@ -184,13 +167,6 @@ def test_peak_of_a_scan() -> None:
             outputs.append(state.square().sum())
         return torch.stack(outputs)
 
-    def train() -> None:
-        scan().sum().backward()
-
-    train()
-    gradient, layer.weight.grad = layer.weight.grad, None
-    found = [peak_memory(train, layer)["total"]]
-    layer.weight.grad = None
-    with fitact.saving():
-        found.append(peak_memory(train, layer)["total"])
-    assert torch.equal(layer.weight.grad, gradient) and found[1] <= found[0]
+    x = torch.randn(4, 64, 32)
+    before, after = peaks(agree(lambda: Of(scan, layer=nn.Linear(32, 64)), x=x), x)
+    assert after <= before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from typing import Any
 
@@ -21,10 +21,11 @@ from fitact import saving
 from fitact.base import UsageError
 from fitact.runtime.saving import offload
 from fitact.runtime.saving.offload import DEPTH, Offload
+from tests.support.around import AROUND
 from tests.support.blocks import Layer
 from tests.support.links import SimulatedLink
 from tests.support.rows import full
-from tests.support.saving import HALF, differences, gradients, loss_of, stepped
+from tests.support.saving import HALF, differences, gradients, loss_of, observed, stepped
 
 CPU = torch.device("cpu")
 FAST, SLOW = 1e9, 1e3  # bytes a second; a module of a `Model` takes one
@@ -34,8 +35,6 @@ BYTES = 3 * SIZE
 
 
 class Model(nn.Module):
-    """Layers, whose modules take a second each."""
-
     def __init__(self, link: SimulatedLink | None = None, depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(p=0.1) for _ in range(depth))
@@ -75,9 +74,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Simulat
 
 def the(amount: Any) -> Offload:
     """Return this thread's hooks for an amount."""
-    hooks = offload.offload_hooks(amount)
-    assert hooks is not None
-    return hooks.pack.__self__  # type: ignore[attr-defined, no-any-return]
+    return offload.offload_hooks(amount).pack.__self__
 
 
 def step(model: nn.Module, context: AbstractContextManager[Any], x: Tensor = WIDE, dtype: Any = None) -> Any:
@@ -95,12 +92,6 @@ def test_gradients(links: Any, error: str, amount: Any, bandwidth: float, dtype:
     assert not link.log
     assert not differences(expected, step(model, saving(error, offload=amount), dtype=dtype))
     assert len({name for name, _ in link.log}) == 2
-
-
-def test_exactly_pytorchs(links: Any) -> None:
-    links(FAST)
-    model = Model()
-    assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
 
 
 def test_order(links: Any) -> None:
@@ -162,18 +153,18 @@ def test_back_on_the_device(links: Any) -> None:
     assert len(most) > 10 and max(most) <= DEPTH + 3  # attention reads two
 
 
+def sent(link: SimulatedLink, depth: int, error: str = "exact", amount: Any = "all") -> int:
+    """Return the bytes that a step sends to the host."""
+    step(Model(link, depth), saving(error, offload=amount))
+    return sum(size for name, size in link.log if name == "to host")
+
+
 def test_codes_travel(links: Any) -> None:
-    """Of what is quantised, only codes and scales."""
-    sizes = []
-    for error in ("exact", "rounding", "coarse"):
-        link = links(FAST)
-        step(Model(depth=1), saving(error, offload="all"))
-        sizes.append(sum(size for name, size in link.log if name == "to host"))
-    assert sizes[2] < 0.7 * sizes[1] < 0.5 * sizes[0]
+    exact, rounding, coarse = (sent(links(FAST), 1, error) for error in ("exact", "rounding", "coarse"))
+    assert coarse < 0.7 * rounding < 0.5 * exact
 
 
 def test_views_go_once(links: Any) -> None:
-    """Queries, keys and values are views of one memory."""
     link = links(FAST)
     x = WIDE.clone().requires_grad_()
     with saving(offload="all"):
@@ -188,12 +179,8 @@ def test_views_go_once(links: Any) -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_share(links: Any, share: float) -> None:
-    sums = []
-    for amount in ("all", share):
-        link = links(FAST)
-        step(Model(link, depth=6), saving(offload=amount))
-        sums.append(sum(size for name, size in link.log if name == "to host"))
-    assert share - 0.1 < sums[1] / sums[0] <= share + 0.02
+    whole, part = (sent(links(FAST), 6, amount=amount) for amount in ("all", share))
+    assert share - 0.1 < part / whole <= share + 0.02
 
 
 def test_fifty_steps(links: Any) -> None:
@@ -232,30 +219,20 @@ def test_an_exception_leaves_nothing_behind(links: Any, where: str, bandwidth: f
     assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
 
 
-def test_several_backward_passes(links: Any) -> None:
-    """A graph that is kept, and a gradient that needs a part of it."""
-    link = links(FAST)
-    model, results = Model(link), []
-    for context in (nullcontext(), saving(offload="all")):
-        model.zero_grad()
-        torch.manual_seed(1)
-        x = WIDE.clone().requires_grad_()
-        with context:
-            loss = loss_of(model(x * 1))
-        last = model.layers[2].down.weight
-        (part,) = torch.autograd.grad(loss, last, retain_graph=True)
-        assert not link.alive("to device")  # what came ahead, too
-        loss.backward(retain_graph=True)
-        loss.backward()
-        results.append((part, x.grad, gradients(model)))
-        del loss
-    assert not differences(*results)
+@pytest.mark.parametrize("around", ["accumulated", "retained", "partial", "threaded", "checkpoint"])
+def test_what_users_do(links: Any, around: str) -> None:
+    """A converted model's forward offloads, but what a checkpoint around it drops; gradients are PyTorch's."""
+    link, model = links(FAST), Model()
+    expected = observed(model, AROUND[around], WIDE)
+    fitact.convert(model, offload="all")
+    model.zero_grad()
+    assert not differences(expected, observed(model, AROUND[around], WIDE))
+    assert bool(link.log) == (around != "checkpoint")
 
 
-def test_two_graphs(links: Any) -> None:
-    """The older one is read first."""
-    links(FAST)
-    model, results = Model(), []
+def test_a_part_of_a_graph_and_an_older_graph(links: Any) -> None:
+    """What came ahead for a partial backward is gone after it; the older graph is read first."""
+    link, model, results = links(FAST), Model(), []
     for context in (nullcontext(), saving(offload="all")):
         model.zero_grad()
         torch.manual_seed(1)
@@ -263,9 +240,11 @@ def test_two_graphs(links: Any) -> None:
         for factor in (1, 2):
             with context:
                 losses.append(loss_of(model(WIDE * factor)))
+        (part,) = torch.autograd.grad(losses[1], model.layers[2].down.weight, retain_graph=True)
+        assert not link.alive("to device")
         while losses:
             losses.pop(0).backward()
-        results.append(gradients(model))
+        results.append((part, gradients(model)))
     assert not differences(*results)
 
 
@@ -273,15 +252,14 @@ def test_two_graphs(links: Any) -> None:
 @pytest.mark.parametrize("later", [0, 1, 3, 6])
 def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) -> None:
     """Scores in half precision are stored in place of their softmax in float32, then changed, and saved again."""
-    link = links(bandwidth)
-    found = []
+    link, found = links(bandwidth), []
     for context in (nullcontext(), saving(offload="all")):
         x = WIDE.to(HALF).requires_grad_()
         with context:
             scores = x * 3
             y = F.softmax(scores, -1, dtype=torch.float32).square()
             for _ in range(later):
-                y = F.linear(y, torch.ones(64, 64, requires_grad=True)).exp().sin()
+                y = layer(y).exp().sin()
             scores.add_(1)
             link.compute(1e-5)
             z = scores.square().float()
@@ -290,51 +268,36 @@ def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) 
     assert not differences(*found)
 
 
-@pytest.mark.parametrize("later", [0, 1, 3, 6])
-def test_a_change_that_pytorch_forbids(links: Any, later: int) -> None:
-    links(SLOW)
-    x = WIDE.clone().requires_grad_()
-    with saving(offload="all"):
-        hidden = F.linear(x, torch.ones(64, 64, requires_grad=True))
-        y = F.linear(hidden, torch.ones(64, 64, requires_grad=True))
-        for _ in range(later):
-            y = F.linear(y, torch.ones(64, 64, requires_grad=True))
+def layer(x: Tensor) -> Tensor:
+    return F.linear(x, torch.ones(64, 64, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "later"), [*product(["exact"], [0, 1, 3, 6]), ("exact", None), ("rounding", None)]
+)
+def test_a_change_that_pytorch_forbids(links: Any, error: str, later: int | None) -> None:
+    """Of what is stored, and of what is recomputed."""
+    links(SLOW if later else FAST)
+    with saving(error, offload="all"):
+        y = changed = layer(WIDE.clone().requires_grad_())
+        if later is None:
+            changed = F.gelu(y)
+            y = layer(changed).exp()
+        for _ in range(1 + (later or 0)):
+            y = layer(y)
     with torch.no_grad():
-        hidden.add_(1)
+        changed.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    del y
+    del changed, y
 
 
-@pytest.mark.parametrize("error", ["exact", "rounding"])
-def test_a_change_of_what_is_recomputed(links: Any, error: str) -> None:
-    links(FAST)
-    x = WIDE.clone().requires_grad_()
-    with saving(error, offload="all"):
-        y = F.gelu(F.linear(x, torch.ones(64, 64, requires_grad=True)))
-        z = F.linear(y, torch.ones(64, 64, requires_grad=True)).exp()
-    with torch.no_grad():
-        y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        z.sum().backward()
-    del y, z
-
-
-def test_convert(links: Any) -> None:
-    """A converted model's forward offloads; a method saves nothing in a context."""
-    link = links(FAST)
-    model = Model()
-    expected = step(model, nullcontext())
-    fitact.convert(model, offload="all")
-    assert not differences(expected, step(model, nullcontext()))
-    assert link.log
-    fitact.revert(model)
+def test_a_method_saves_nothing_in_a_context() -> None:
     with pytest.raises(UsageError, match="offload: expected no method"):
-        fitact.convert(model, "fewbit", offload="all")
+        fitact.convert(Model(), "fewbit", offload="all")
 
 
 def test_hooks(links: Any) -> None:
-    """Codes of a pair travel; without codes gradients are PyTorch's."""
     link = links(FAST)
     model, results = Model(), []
     for context in (
@@ -350,57 +313,33 @@ def test_hooks(links: Any) -> None:
     assert nothing == none == 0 < codes < 0.5 * whole  # the factors of dropout are no codes
 
 
+def each(check: Callable[..., Tensor], **given: Any) -> Callable[[Any, Tensor], Tensor]:
+    """Return a run of a model with a checkpoint of each layer."""
+    return lambda model, x: reduce(lambda x, layer: check(layer, x, **given), model.layers, x)
+
+
+EACH = each(checkpoint, use_reentrant=False)
+
+
 @pytest.mark.parametrize("error", ["exact", "rounding"])
 def test_checkpoints(links: Any, error: str) -> None:
     """Inputs of blocks go, but for the last ones; each comes back while the block after it runs again."""
     link = links(FAST)
     model = Model(link, depth=8)
-
-    def found(call: Any) -> Any:
-        def run(model: Any, x: Tensor) -> Tensor:
-            for layer in model.layers:
-                x = call(layer, x)
-            return x
-
-        return stepped(model, WIDE, run)
-
-    exact = partial(checkpoint, use_reentrant=False)
-    expected = found(exact if error == "exact" else partial(fitact.checkpoint, error=error))
+    expected = stepped(model, WIDE, EACH if error == "exact" else each(fitact.checkpoint, error=error))
     assert not link.log
-    assert not differences(expected, found(partial(fitact.checkpoint, error=error, offload="all")))
+    sent_away = stepped(model, WIDE, each(fitact.checkpoint, error=error, offload="all"))
+    assert not differences(expected, sent_away)
     assert [name for name, _ in link.log] == ["to host"] * 7 + ["to device"] * 6
     assert {size for _, size in link.log} == {SIZE if error == "exact" else WIDE.numel()}
     assert link.stalls == 0
 
 
 def test_pytorchs_checkpoints_inside(links: Any) -> None:
-    """The context gets their inputs."""
-    link = links(FAST)
-    model = Model(depth=6)
-
-    def run(model: Any, x: Tensor) -> Tensor:
-        for layer in model.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    expected = stepped(model, WIDE, run)
-    assert not differences(expected, stepped(model, WIDE, run, saving(offload="all")))
+    link, model = links(FAST), Model(depth=6)
+    expected = stepped(model, WIDE, EACH)
+    assert not differences(expected, stepped(model, WIDE, EACH, saving(offload="all")))
     assert [name for name, _ in link.log] == ["to host"] * 5 + ["to device"] * 3
-
-
-def test_inside_of_other_hooks(links: Any) -> None:
-    """A checkpoint around the context drops what it stores: nothing moves."""
-    link = links(FAST)
-    model = Model()
-
-    def inside(x: Tensor) -> Tensor:
-        with saving(offload="all"):
-            y: Tensor = model(x)
-        return y
-
-    y = checkpoint(inside, WIDE.clone().requires_grad_(), use_reentrant=False)
-    y.sum().backward()
-    assert not link.log
 
 
 def test_leaves_and_small_tensors_stay(links: Any) -> None:
@@ -413,10 +352,9 @@ def test_leaves_and_small_tensors_stay(links: Any) -> None:
     del y
 
 
-def test_without_a_link() -> None:
+def test_without_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and gradients as without offloading; below a MiB nothing would move, so nothing is said."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(offload, "_made", offload._Made())
+    monkeypatch.setattr(offload, "_made", offload._Made())
     model = Model()
     expected = step(model, saving())
     assert not differences(expected, step(model, saving(offload="all")))
@@ -424,13 +362,10 @@ def test_without_a_link() -> None:
     with pytest.warns(UserWarning, match="offload moves nothing: tensors of the device cpu stay where they are"):
         step(model, saving(offload="all"), wide)
     step(model, saving(offload="all"), wide)  # warnings are errors
-    patch.undo()
 
 
 @pytest.mark.parametrize("amount", ["some", 0, 4096, -1, 1.5, 0.0, None, float("nan")])
 def test_refused(amount: Any) -> None:
     for call in (saving, fitact.hooks, partial(fitact.checkpoint, torch.sin, WIDE)):
-        with pytest.raises(
-            UsageError, match=r'offload: expected "all", a share up to 1.0, or bytes from 1,048,576 on'
-        ):
+        with pytest.raises(UsageError, match=r'offload: expected "all", a share up to 1.0, or bytes from 1,04'):
             call(offload=amount)

@@ -38,21 +38,9 @@ def _added(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
-def _repeated(x: Tensor) -> Tensor:
-    return x.unsqueeze(2).expand(-1, -1, 3, -1).reshape(4, -1, 16)[:, :5]
-
-
-def _attention(pick: Pick, p: float) -> Tensor:
-    return F.scaled_dot_product_attention(pick()[None], pick()[None], pick()[None], dropout_p=p)[0]
-
-
 def _largest(x: Tensor, dim: int) -> Tensor:
     x = x.round(decimals=1)  # some are equal
     return x.max(dim, keepdim=True).values + x.topk(3, dim, largest=False)[0].cos().sum(dim, keepdim=True)
-
-
-def _likeliest(x: Tensor) -> Tensor:
-    return F.softmax(x, -1).topk(4, -1).values
 
 
 def _divided(x: Tensor, by: Callable[[Tensor], Any], read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
@@ -105,12 +93,14 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: _added(pick() * 1.5, pick()),
         lambda pick: _assigned(pick() + 0.5),
         lambda pick: pick().add_(1),  # PyTorch may raise in backward
-        lambda pick: _attention(pick, 0.0),
-        lambda pick: _attention(pick, 0.2),
+        *(
+            lambda pick, p=p: F.scaled_dot_product_attention(*(pick()[None] for _ in "qkv"), dropout_p=p)[0]
+            for p in (0.0, 0.2)
+        ),
         lambda pick: (pick() @ pick().transpose(-1, -2)).softmax(-1) @ pick(),
         lambda pick: (lambda u, g: u * F.silu(g))(*_pair(pick)),
         lambda pick: pick().detach() * pick(),
-        lambda pick: _repeated(pick()),
+        lambda pick: pick().unsqueeze(2).expand(-1, -1, 3, -1).reshape(4, -1, 16)[:, :5],
         lambda pick: torch.stack([pick(), pick()]).mean(0),
         lambda pick: (lambda x: x * x * torch.sigmoid(x))(pick()),
         lambda pick: (lambda x, s: s * x + (s.mT @ x).mean() * F.linear(s, weight.exp()))(*_gated(pick())),
@@ -121,7 +111,10 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: pick().mT.sin().mT + pick()[..., :1] * pick().flip(0),
         lambda pick: _largest(pick(), 1).repeat(1, 5, 1),
         lambda pick: _largest(pick(), -1).expand(SHAPE) * pick(),
-        *(lambda pick, divide=divide: divide(_likeliest(pick())).repeat(1, 1, 4) for divide in DIVIDE),
+        *(
+            lambda pick, divide=divide: divide(F.softmax(pick(), -1).topk(4, -1).values).repeat(1, 1, 4)
+            for divide in DIVIDE
+        ),
     ]
 
 

@@ -1,32 +1,33 @@
-"""The context itself: changes in place, compiled functions, nesting, errors, and what it leaves behind."""
+"""The context itself, and modules that run in it: compiled, nested, copied, turned back; what it leaves behind."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import io
 import operator
 import pickle
-import weakref
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fitact
 from fitact import saving
 from fitact.base import UsageError
 from fitact.runtime.measure.saved import count_saved
-from tests.support.blocks import MODELS, Read
-from tests.support.calls import CALLS
+from fitact.runtime.saving.context import baseline
+from fitact.runtime.saving.modules import attach, attaching, detach
+from tests.support.blocks import CALLS, MLP, MODELS, Read
 from tests.support.saving import (
     HALF,
+    Operators,
     X,
     cast,
     differences,
@@ -43,27 +44,17 @@ from tests.support.saving import (
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_compiled() -> None:
-    """Compiled functions go inside; the context in one breaks its graph."""
+    """The context in a compiled function breaks its graph."""
     model = MODELS["mlp"]()
-    compiled = torch.compile(model, backend="aot_eager")
-
-    def inside(x: Tensor) -> Tensor:
-        with saving():
-            y: Tensor = compiled(x)
-        return y
 
     def within(x: Tensor) -> Tensor:
         with saving():
-            y: Tensor = model(x)
-        return y
+            return model(x)
 
-    steps = [inside, torch.compile(within, backend="aot_eager")]
-    expected = observed(model, lambda model, x: train(model, x), X)
-    for call in steps:
-        model.zero_grad()
-        assert not differences(
-            expected, observed(model, lambda _, x, call=call: train(model, x, lambda _, x: call(x)), X)
-        )
+    compiled = torch.compile(within, backend="aot_eager")
+    expected = observed(model, train, X)
+    model.zero_grad()
+    assert not differences(expected, observed(model, lambda _, x: train(model, x, lambda _, x: compiled(x)), X))
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="saving is for eager code"):
         torch.compile(within, backend="aot_eager", fullgraph=True)(X)
@@ -81,26 +72,11 @@ def test_compiled_alone() -> None:
     torch._dynamo.reset()
     baseline, model = pair(MODELS["gate"])
     for one, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
-        one.inner.zap.compile(backend=backend)
+        one.act.compile(backend=backend)
         with context:
             train(one, X.clone().requires_grad_())
     calls = [[node.op for node in graph.graph.nodes].count("call_function") for graph in graphs]
     assert calls in ([], [1, 1])
-
-
-def test_nothing_is_held_when_the_graph_is_gone() -> None:
-    """An output that lives on holds nothing of what it could be recomputed from."""
-    x = torch.randn(64, 16, requires_grad=True)
-    with saving():
-        hidden = x * 2
-        y = F.gelu(hidden)
-    gone = weakref.ref(hidden)
-    loss = y.sum()
-    del hidden
-    loss.backward()
-    del loss
-    y = y.detach()
-    assert gone() is None
 
 
 def test_nested_and_as_a_decorator() -> None:
@@ -124,28 +100,17 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert saved_bytes(model, x) == before
 
 
-class Count(TorchDispatchMode):
-    """Counts the calls of GELU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.gelu.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("readers", [1, 3])
 def test_recomputed_once_a_backward(readers: int) -> None:
     _, model = pair(partial(Read, lambda model, x, y: sum(model.fc2(y) * i for i in range(readers))))
     y = model(X)
     for _ in range(2):
-        with Count() as gelu:
+        with Operators() as operators:
             loss_of(y).backward(retain_graph=True)
-        assert gelu.count == 1
+        assert operators.names.count("aten.gelu.default") == 1
 
 
 def test_contexts_and_functional() -> None:
-    """Gradients of `torch.func` take no saved-tensor hooks."""
     model = MODELS["mlp"]()
     given = dict(model.named_parameters())
 
@@ -160,26 +125,20 @@ def test_outputs_can_be_copied() -> None:
     """They hold nothing but their numbers."""
     baseline, model = pair(partial(Read, lambda model, x, y: y))
     y = model(X).detach()
-    assert all(
-        torch.equal(one, baseline(X)) for one in (copy.deepcopy(y), pickle.loads(pickle.dumps(y)), y.clone())
-    )
+    for copied in (copy.deepcopy(y), pickle.loads(pickle.dumps(y)), y.clone()):
+        assert torch.equal(copied, baseline(X))
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_around(strict: bool) -> None:
-    """A context around an export sees nothing of it."""
-    model, x = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(2, 8)
+def test_exported(strict: bool) -> None:
+    """A context around an export sees nothing of it, nor does that of a converted model."""
+    baseline, model = pair(MODELS["block"])
     graphs = []
-    for context in (nullcontext(), saving()):
+    for each, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
         with context:
-            graphs.append(torch.export.export(model, (x,), strict=strict).graph_module.code)
-    assert graphs[0] == graphs[1]
-
-
-def test_exported() -> None:
-    _, model = pair(MODELS["block"])
-    model.eval()
-    assert torch.equal(torch.export.export(model, (X,)).module()(X), model(X))
+            graphs.append(torch.export.export(each.eval(), (X,), strict=strict))
+    assert graphs[0].graph_module.code == graphs[1].graph_module.code == graphs[2].graph_module.code
+    assert torch.equal(graphs[2].module()(X), model(X))
 
 
 def test_peak_of_many_sums() -> None:
@@ -228,7 +187,6 @@ def tensors() -> int:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_garbage(name: str) -> None:
-    """Nothing waits for the collector of garbage, forward or backward."""
     found = []
     for model in pair(CALLS[name]):
         train(model, X)
@@ -268,17 +226,8 @@ def test_what_is_quantised(name: str) -> None:
     assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
 
 
-OPERATORS: list[Callable[[Any, Any], Any]] = [
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.truediv,
-    operator.pow,
-]
-
-
 @pytest.mark.parametrize("two", [lambda f, h: f(h, 2), lambda f, h: f(2, h), lambda f, h: f(h, h)], ids="hlb")
-@pytest.mark.parametrize("function", OPERATORS)
+@pytest.mark.parametrize("function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow])
 def test_operators_are_recomputed(function: Callable[[Any, Any], Any], two: Callable[..., Tensor]) -> None:
     """Of what a layer is given, nothing is saved but what it is computed from."""
     first, second, x = nn.Linear(16, 32), nn.Linear(32, 4), torch.randn(8, 16)
@@ -310,6 +259,130 @@ def test_gradients_of_gradients_save_no_more(error: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=atol)
 
 
-def test_unknown_error() -> None:
+@pytest.mark.parametrize("call", [saving, partial(fitact.checkpoint, torch.sin, X)])
+def test_unknown_error(call: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match="error: expected 'exact', 'rounding' or 'coarse', got 'none'"):
-        saving("none")
+        call(error="none")
+
+
+WIDE = torch.randn(64, 16, 16)
+
+
+class Locked(MLP):
+    """It cannot be copied but by what it says of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: one for name, one in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.lock = threading.Lock()
+
+
+class Registered(MLP):
+    """It keeps a list of its subclasses, which have to give their names."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, name: str) -> None:
+        Registered.known.append(name)
+
+
+class Own(Registered, name="own"):
+    pass
+
+
+def _saved(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": _saved,
+}
+
+
+@pytest.mark.parametrize("given", [{}, {"error": "rounding", "exclude": "fc1"}], ids=str)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", [MLP, Locked, Own])
+def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
+    """The class is a subclass of the same name. Copies save as little as the model, and are independent of it."""
+    model, doubled = kind(), kind()
+
+    def looks() -> Any:
+        return repr(model), [*model.state_dict()], dict(model.named_modules())
+
+    looked, before = looks(), saved_bytes(model, WIDE)
+    for _ in range(2):
+        fitact.convert(model, **given)
+    assert isinstance(model, kind) and type(model) is not kind and type(model).__name__ == kind.__name__
+    assert looks() == looked
+    twin = COPIES[way](model)
+    assert type(twin) is type(model) and saved_bytes(twin, WIDE) == saved_bytes(model, WIDE) < before
+    expected = observed(model, train, X)
+    doubled.load_state_dict(model.state_dict())
+    fitact.convert(doubled, **given)
+    with torch.no_grad():
+        for own in (*twin.parameters(), *doubled.parameters()):
+            own.mul_(2)
+    assert not differences(observed(doubled, train, X), observed(twin, train, X))
+    model.zero_grad()
+    assert not differences(expected, observed(model, train, X))
+    assert fitact.revert(twin) and type(twin) is kind
+    assert saved_bytes(model, WIDE) < saved_bytes(twin, WIDE) == before
+
+
+@pytest.mark.parametrize("kind", [MLP, Locked, Own])
+def test_turning_back(kind: type[nn.Module]) -> None:
+    model = kind()
+    fitact.convert(model)
+    assert Registered.known == ["own"]
+    fresh = type(model)()
+    assert saved_bytes(model, WIDE) < saved_bytes(fresh, WIDE)
+    assert not fitact.revert(fresh) and type(fresh) is kind
+    assert detach(model) and not detach(model)
+    assert type(model) is kind and vars(model).keys() == vars(kind()).keys()
+
+
+def _twice(model: MLP, x: Tensor) -> Tensor:
+    return 2 * MLP.forward(model, x)
+
+
+def test_a_forward_of_the_module_s_own() -> None:
+    """accelerate sets one, for example for autocast or to move the weights of parts."""
+    model = MLP()
+    forward = model.forward = partial(_twice, model)
+    expected, before = observed(copy.deepcopy(model), train, X), saved_bytes(model, WIDE)
+    fitact.convert(model)
+    assert saved_bytes(model, WIDE) < before
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        one.zero_grad()
+        assert not differences(expected, observed(one, train, X))
+    fitact.revert(model)
+    assert vars(model)["forward"] is forward and saved_bytes(model, WIDE) == before
+
+
+def test_parts() -> None:
+    """A part can save as it is, and contexts that are tried leave the module as it was."""
+    model = MODELS["block"]()
+    before = saved_bytes(model, WIDE)
+    fitact.convert(model)
+    all_of_it = saved_bytes(model, WIDE)
+    fitact.revert(model)
+    attach(model[0], partial(fitact.saving, "exact"))
+    first = saved_bytes(model, WIDE)
+    attach(model, partial(fitact.saving, "exact"))
+    attach(model[0], baseline)
+    others = saved_bytes(model, WIDE)
+    assert all_of_it < min(first, others) and max(first, others) < before
+    with attaching(model, {"": baseline}):
+        assert saved_bytes(model, WIDE) == before
+    assert saved_bytes(model, WIDE) == others

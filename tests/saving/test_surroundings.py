@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -25,34 +24,24 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fitact
 from fitact.runtime.measure import Meter, count_saved
 from fitact.runtime.saving import ERRORS, quantising
 from fitact.runtime.torch_internals import storage_id
+from tests.support import blocks
 from tests.support.around import AROUND
-from tests.support.blocks import MLP, MODELS, Hand, RMSNorm
-from tests.support.calls import CALLS, Attention, repeated
-from tests.support.convolutions import IMAGES, UNITS
+from tests.support.blocks import IMAGES, MLP, UNITS, Attention, Of, RMSNorm, hand, repeated
 from tests.support.models import inputs_of, made
 from tests.support.rows import full
-from tests.support.saving import HALF, X, cast, differences, gradients, loss_of, saved_bytes_of
+from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, saved_bytes_of
 
 from .test_models import SHARES
 
 
 @dataclass(frozen=True)
 class Example:
-    """A model and its inputs.
-
-    Attributes:
-        make: makes it.
-        inputs: its arguments by name.
-
-    """
-
     make: Callable[[], nn.Module]
     inputs: Mapping[str, Any]
 
@@ -67,8 +56,6 @@ class Example:
 
 
 def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Example:
-    """Return a model of one tensor."""
-
     def fresh() -> nn.Module:
         torch.manual_seed(0)
         return make().train()
@@ -77,43 +64,34 @@ def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Example:
     return Example(fresh, {name: x.clone().requires_grad_()})
 
 
-class Scores(Attention):
-    """Attention whose scores are changed in place after a softmax in float32 has read them."""
-
-    def __init__(self) -> None:
-        super().__init__(self.attend)
-
-    @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ repeated(k).transpose(-1, -2)).bfloat16()
-        weights = F.softmax(scores, -1, dtype=torch.float32)
-        with torch.no_grad():
-            scores.zero_()
-        return weights.to(v.dtype) @ repeated(v)
+def scores_changed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ repeated(k).transpose(-1, -2)).bfloat16()
+    weights = F.softmax(scores, -1, dtype=torch.float32)
+    with torch.no_grad():
+        scores.zero_()
+    return weights.to(v.dtype) @ repeated(v)
 
 
-class Repeated(MLP):
-    """A tensor is changed in place after its repetition has been read."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = self.fc1(x)[..., :16] * 2
-        repeated = one[..., None, :].expand(*one.shape[:-1], 2, 16).reshape(*one.shape[:-1], 32)
-        y: Tensor = self.fc2(repeated * torch.tanh(self.fc1(x)))
-        with torch.no_grad():
-            one.zero_()
-        return y
+def repetition_changed(m: Any, x: Tensor) -> Tensor:
+    tensor = m.fc1(x)[..., :16] * 2
+    repeated = tensor[..., None, :].expand(*tensor.shape[:-1], 2, 16).reshape(*tensor.shape[:-1], 32)
+    y = m.fc2(repeated * torch.tanh(m.fc1(x)))
+    with torch.no_grad():
+        tensor.zero_()
+    return y
 
 
 SMALL: dict[str, Callable[[], Example]] = {
-    **{name: partial(unit, make) for name, make in MODELS.items()},
-    **{f"calls: {name}": partial(unit, make) for name, make in CALLS.items()},
+    **{name: partial(unit, make) for name, make in blocks.SMALL.items()},
     **{name: partial(unit, make, IMAGES[2]) for name, make in UNITS.items()},
     "leaky relu": partial(unit, partial(MLP, nn.LeakyReLU)),
     "softplus": partial(unit, partial(MLP, nn.Softplus)),
-    "quick gelu by hand": partial(unit, partial(MLP, partial(Hand, "quick gelu"))),
-    "gelu by hand": partial(unit, partial(MLP, partial(Hand, "gelu"))),
-    "scores changed": partial(unit, Scores),
-    "repetition changed": partial(unit, Repeated),
+    "quick gelu by hand": partial(unit, partial(MLP, partial(hand, "quick gelu"))),
+    "gelu by hand": partial(unit, partial(MLP, partial(hand, "gelu"))),
+    "scores changed": partial(unit, partial(Attention, scores_changed)),
+    "repetition changed": lambda: unit(
+        lambda: Of(repetition_changed, fc1=nn.Linear(16, 32), fc2=nn.Linear(32, 16))
+    ),
 }
 REAL = [name for name in SHARES if "each" not in name]
 
@@ -123,20 +101,13 @@ def subject(name: str) -> Example:
     return SMALL[name]() if name in SMALL else Example(partial(made, name), inputs_of(name, torch.float32))
 
 
-def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """Return a model as it is, and a converted copy."""
-    baseline = make()
+@cache
+def _pair(name: str) -> tuple[nn.Module, nn.Module]:
+    baseline = subject(name).make()
     model = copy.deepcopy(baseline)
     fitact.convert(model)
     return baseline, model
 
-
-@cache
-def _pair(name: str) -> tuple[nn.Module, nn.Module]:
-    return both(subject(name).make)
-
-
-# ---------------------------------------------------------------------------------------------------- the cases
 
 Case = Callable[[Example, nn.Module], Any]
 
@@ -145,11 +116,6 @@ def trained(of: Example, model: nn.Module) -> Any:
     loss = of.loss(model)
     loss.backward()
     return loss.detach(), of.first is not None and of.first.grad, gradients(model)
-
-
-def first_forward(of: Example, model: nn.Module) -> Any:
-    """The model has registered hooks in its first forward pass; see `marked`."""
-    return trained(of, model), [len(one._forward_hooks) for one in model.modules()]
 
 
 ATTRIBUTES = {"negative_slope": 0.5, "beta": 3.0, "eps": 0.3, "alpha": 2.0, "approximate": "tanh"}
@@ -161,13 +127,6 @@ def _changed(model: nn.Module) -> None:
             setattr(module, name, ATTRIBUTES[name])
 
 
-def attributes_after(of: Example, model: nn.Module) -> Any:
-    loss = of.loss(model)
-    _changed(model)
-    loss.backward()
-    return gradients(model)
-
-
 def attributes_between(of: Example, model: nn.Module) -> Any:
     first = of.loss(model)
     _changed(model)
@@ -176,13 +135,12 @@ def attributes_between(of: Example, model: nn.Module) -> Any:
 
 
 def _stepped(model: nn.Module, replace: bool) -> None:
-    for one in model.parameters():
-        if one.grad is not None and replace:
-            one.data = one.data - 0.1 * one.grad
-        elif one.grad is not None:
-            with torch.no_grad():
-                one.sub_(one.grad, alpha=0.1)
-            one.grad = None
+    for tensor in [tensor for tensor in model.parameters() if tensor.grad is not None]:
+        if replace:
+            tensor.data = tensor.data - 0.1 * tensor.grad
+        else:
+            tensor.detach().sub_(tensor.grad, alpha=0.1)
+            tensor.grad = None
 
 
 def two_steps(of: Example, model: nn.Module) -> Any:
@@ -204,23 +162,13 @@ def step_between(of: Example, model: nn.Module, replace: bool, dtype: torch.dtyp
     return gradients(model)
 
 
-class _Products(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += any(part in func.name() for part in ("mm", "bmm", "convolution_backward"))
-        return func(*args, **(kwargs or {}))
-
-
 def partly(of: Example, model: nn.Module) -> Any:
     """Only the gradient that is asked for is computed."""
     wanted = [*model.parameters()][-1] if of.first is None else of.first
     loss = of.loss(model)
-    with _Products() as products:
-        found = torch.autograd.grad(loss, wanted)
-    return found, products.count
+    with Operators() as operators:
+        result = torch.autograd.grad(loss, wanted)
+    return result, sum("mm" in name or "convolution_backward" in name for name in operators.names)
 
 
 def penalty(of: Example, model: nn.Module) -> Any:
@@ -232,48 +180,24 @@ def penalty(of: Example, model: nn.Module) -> Any:
     return gradients(model)
 
 
-PATCHED = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GELU,
-    nn.SiLU,
-    nn.LeakyReLU,
-    nn.Softplus,
-    nn.Linear,
-    nn.Conv2d,
-    nn.GroupNorm,
-)
-PATCHED += (nn.BatchNorm2d, RMSNorm)
-
-
 def patched(of: Example, model: nn.Module) -> Any:
     """Classes get another forward, as Liger does it."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind in PATCHED:
+        for kind in (nn.LayerNorm, RMSNorm, nn.GELU, nn.SiLU, nn.Linear, nn.Conv2d, nn.BatchNorm2d):
             forward = kind.forward
             patch.setattr(kind, "forward", lambda self, *args, forward=forward: 2 * forward(self, *args))
         return trained(of, model)
 
 
-@contextmanager
-def _counted() -> Iterator[list[str]]:
-    seen: list[str] = []
-    hook = register_module_forward_hook(lambda module, *_: seen.append("called"))
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
 def side_effects(of: Example, model: nn.Module) -> Any:
     """What a module does besides is done once, in forward."""
-    with _counted() as seen:
+    called: list[str] = []
+    with register_module_forward_hook(lambda module, *_: called.append(type(module).__name__)):
         of.loss(model).backward()
-    return len(seen)
+    return called
 
 
 def parametrised(of: Example, model: nn.Module) -> Any:
-    """Weights get parametrisations, and lose them again."""
     there = [one for one in model.modules() if isinstance(one, nn.Linear)]
     for one in there:
         weight_norm(one)
@@ -310,8 +234,7 @@ def _derived(by: Callable[[Any, Any, Tensor], Any], of: Example, model: nn.Modul
     given = {key: 1.5 * one.detach() for key, one in model.named_parameters()}
 
     def value(given: dict[str, Tensor], x: Tensor) -> Tensor:
-        y = functional_call(model, given, kwargs={name: x})
-        return loss_of(y)
+        return loss_of(functional_call(model, given, kwargs={name: x}))
 
     return by(value, given, of.inputs[name].detach())
 
@@ -322,9 +245,8 @@ def _forward_ad(value: Any, given: dict[str, Tensor], x: Tensor) -> Any:
 
 
 def _leaves(value: Any, given: dict[str, Tensor], x: Tensor) -> Any:
-    return torch.autograd.grad(
-        value({key: one.requires_grad_() for key, one in given.items()}, x), [*given.values()]
-    )
+    leaves = {key: tensor.requires_grad_() for key, tensor in given.items()}
+    return torch.autograd.grad(value(leaves, x), [*leaves.values()])
 
 
 DERIVED: dict[str, Callable[[Any, Any, Tensor], Any]] = {
@@ -379,10 +301,7 @@ def threads(of: Example, model: nn.Module) -> Any:
 
 
 def without_gradient(of: Example, model: nn.Module) -> Any:
-    losses = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            losses.append(of.loss(model).clone())
+    losses = [mode()(of.loss)(model) for mode in (torch.no_grad, torch.inference_mode)]
     return losses, trained(of, model.eval())
 
 
@@ -405,8 +324,6 @@ def around(step: Callable[[Any, Tensor], Any], of: Example, model: nn.Module) ->
 
 CASES: dict[str, Case] = {
     "a step": trained,
-    "hooks of the first forward": first_forward,
-    "attributes changed after forward": attributes_after,
     "attributes changed between two calls": attributes_between,
     "two steps in one autocast": two_steps,
     "weights replaced between the passes": partial(step_between, replace=True, dtype=None),
@@ -431,30 +348,14 @@ ALONE: dict[str, Case] = {  # of models of one tensor
 COMPILED: dict[str, Case] = {"compiled": partial(compiled, False), "parts compiled": partial(compiled, True)}
 
 
-def marked(module: Any, _: Any) -> None:
-    """Register hooks in the first forward pass of a module."""
-    if not hasattr(module, "marked"):
-        module.marked = True
-        for one in module.modules():
-            if isinstance(one, nn.Linear):
-                one.register_forward_hook(lambda _module, _args, output: output * 0.5)
-
-
-RAISED = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError)
-
-
 def seen(case: Case, of: Example, model: nn.Module) -> Any:
-    """Return what a case sees, or the error that PyTorch or fitact raises."""
     if of.first is not None:
         of.first.grad = None
     torch.manual_seed(3)
     try:
         return case(of, model)
-    except (*RAISED, fx.proxy.TraceError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         return f"raises {type(error).__name__}: {error}"
-
-
-MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in backward
 
 
 QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed", "gate")
@@ -489,42 +390,23 @@ ROWS = [
 @pytest.mark.parametrize(("name", "case"), ROWS)
 def test_table(name: str, case: str) -> None:
     of, call = subject(name), {**CASES, **COMPILED, **ALONE}[case]
-    if call is first_forward:
-
-        def make() -> nn.Module:
-            model = of.make()
-            model.register_forward_pre_hook(marked)
-            return model
-
-        models = both(make)
-    else:
-        models = copy.deepcopy(_pair(name))
-    expected, found = (seen(call, of, model) for model in models)
+    expected, converted = (seen(call, of, model) for model in copy.deepcopy(_pair(name)))
     assert torch.overrides._get_current_function_mode() is None
     if isinstance(expected, str):
-        assert isinstance(found, str) and found.partition(":")[0] == expected.partition(":")[0]
-        return
-    if case == MAY_RAISE and isinstance(found, str):
-        assert "modified by an inplace operation" in found
-        return
-    assert not differences(expected, found)
+        assert isinstance(converted, str) and converted.partition(":")[0] == expected.partition(":")[0]
+    elif case == "a step between the passes, autocast" and isinstance(converted, str):  # weights are cast again
+        assert "modified by an inplace operation" in converted
+    else:
+        assert not differences(expected, converted)
 
 
 @pytest.mark.parametrize("name", full((*SMALL, *REAL), QUICK))
 def test_bytes_of_the_context(name: str) -> None:
-    """A converted model saves as much as the model does in the bare context, and less than the baseline."""
     of = subject(name)
     baseline, model = copy.deepcopy(_pair(name))
 
-    def loss(one: nn.Module, context: AbstractContextManager[Any]) -> Tensor:
-        torch.manual_seed(3)
-        with context:
-            return of.loss(one)
-
-    before, bare, converted = (
-        saved_bytes_of(one, partial(loss, one, context))
-        for one, context in ((baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()))
-    )
+    ways = (baseline, of.loss), (baseline, fitact.saving()(of.loss)), (model, of.loss)
+    before, bare, converted = (saved_bytes_of(each, partial(loss, each)) for each, loss in ways)
     assert before > bare == converted
 
 
@@ -536,15 +418,11 @@ def test_all_memory_that_is_held_is_counted(name: str, error: str, monkeypatch: 
     model, given = of.make(), [one for one in of.inputs.values() if isinstance(one, Tensor)]
     owned = [*model.parameters(), *model.buffers(), *given]
 
-    def loss() -> Tensor:
-        torch.manual_seed(3)
-        with fitact.saving(error):
-            return of.loss(model)
-
+    loss = fitact.saving(error)(of.loss)
     with count_saved(model) as saved:
-        loss()
+        loss(model)
     for one in given:
         saved.records.pop(storage_id(one), None)
     with Meter(owned) as meter:
-        y = loss()
+        y = loss(model)
     assert meter.level - y.nbytes == saved.bytes

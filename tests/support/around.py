@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .saving import HALF, Step, cast, loss_of, train
 
 
-def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
     return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -26,17 +26,21 @@ def _accumulated(model: Any, x: Tensor) -> Tensor:
     return train(model, x)
 
 
-def _retained(model: Any, x: Tensor) -> Tensor:
-    y: Tensor = model(x)
-    loss = loss_of(y)
-    loss.backward(retain_graph=True)
-    loss.backward()
+def _between(backward: Callable[[Any, Tensor], object], model: Any, x: Tensor) -> Tensor:
+    """Go backward as a function of the model and the loss does."""
+    y = model(x)
+    backward(model, loss_of(y))
     return y.detach()
 
 
+def _in_a_thread(_: Any, loss: Tensor) -> None:
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
 def _partial(model: Any, x: Tensor) -> Any:
-    """Ask for one weight's gradient, then for another's, then for everything."""
-    y: Tensor = model(x)
+    y = model(x)
     weights = [one for one in model.parameters() if one.ndim >= 2]
     first = [
         torch.autograd.grad(loss_of(y), one, retain_graph=True)[0]
@@ -46,31 +50,9 @@ def _partial(model: Any, x: Tensor) -> Any:
     return first
 
 
-def _threaded(model: Any, x: Tensor) -> Tensor:
-    y: Tensor = model(x)
-    thread = threading.Thread(target=loss_of(y).backward)
-    thread.start()
-    thread.join()
-    return y.detach()
-
-
 def _inside(context: Callable[[], Any], model: Any, x: Tensor) -> Tensor:
     with context():
         return train(model, x)
-
-
-def _backward_in_autocast(model: Any, x: Tensor) -> Tensor:
-    y: Tensor = model(x)
-    with cast(HALF):
-        loss_of(y).backward()
-    return y.detach()
-
-
-def _evaluated_before_backward(model: Any, x: Tensor) -> Tensor:
-    y: Tensor = model(x)
-    model.eval()
-    loss_of(y).backward()
-    return y.detach()
 
 
 def _hooked(model: Any, x: Tensor) -> Any:
@@ -95,16 +77,16 @@ AROUND: dict[str, Step] = {
     "reentrant": partial(_checkpointed, use_reentrant=True),
     "checkpoint": partial(_checkpointed, use_reentrant=False),
     "selective": partial(
-        _checkpointed, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _policy)
+        _checkpointed, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
     ),
     "save_on_cpu": partial(_inside, save_on_cpu),
     "autocast, backward inside": partial(_inside, partial(cast, HALF)),
-    "backward in autocast": _backward_in_autocast,
+    "backward in autocast": partial(_between, lambda _, loss: cast(HALF)(loss.backward)()),
     "anomalies": partial(_inside, torch.autograd.detect_anomaly),
     "accumulated": _accumulated,
-    "retained": _retained,
+    "retained": partial(_between, lambda _, loss: [loss.backward(retain_graph=again) for again in (True, False)]),
     "partial": _partial,
-    "threaded": _threaded,
-    "evaluated": _evaluated_before_backward,
+    "threaded": partial(_between, _in_a_thread),
+    "evaluated": partial(_between, lambda model, loss: [model.eval(), loss.backward()]),
     "hooked": _hooked,
 }

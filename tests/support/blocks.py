@@ -1,13 +1,39 @@
-"""Small models of what saving is about: MLPs, norms with several readers, gates."""
+"""Small models of what saving is about: MLPs, norms with several readers, gates, experts, attention, adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+WIDE = 48
+
+
+class Of(nn.Module):
+    """A model whose forward is a function of it and its input; its parts have names."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, x)
+
+
+def read_by(norm: nn.Module, *layers: nn.Module) -> nn.Module:
+    """Return a norm that layers read."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        z = m.norm(x)
+        return torch.cat([layer(z) for layer in m.layers], -1)
+
+    return Of(call, norm=norm, layers=nn.ModuleList(layers))
 
 
 class MLP(nn.Module):
@@ -18,12 +44,10 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(32, 16, bias=bias)
 
     def hidden(self, x: Tensor) -> Tensor:
-        y: Tensor = self.act(self.fc1(self.norm(x)))
-        return y
+        return self.act(self.fc1(self.norm(x)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.drop(self.hidden(x)))
-        return y
+        return self.fc2(self.drop(self.hidden(x)))
 
 
 class Read(MLP):
@@ -49,6 +73,13 @@ class RMSNorm(nn.Module):
         return self.weight * (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class Gemma(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.float()
+        z = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (z * (1.0 + self.weight.float())).to(x.dtype)
+
+
 class QKV(nn.Module):
     """Three readers of one norm, between a residual; `drop` is an adapter's dropout, of each reader its own."""
 
@@ -62,46 +93,23 @@ class QKV(nn.Module):
         x = self.first(x)
         y = self.norm(x)
         q, k, v = (layer(drop(y)) for layer, drop in zip((self.q, self.k, self.v), self.drops, strict=True))
-        z: Tensor = self.o(q.sin() * k.cos() + v)
-        return x + z
+        return x + self.o(q.sin() * k.cos() + v)
 
 
 class Gate(nn.Module):
-    """down(drop(f(g) · u)), by names that nobody knows."""
+    """x + out(drop(f(g) · u)), with g and u of two layers, or the halves of a layer's, in either order."""
 
     def __init__(self, act: Callable[[], nn.Module] = nn.SiLU, p: float = 0.0, halves: int = 0) -> None:
         super().__init__()
-        self.pre, self.halves = RMSNorm(), halves
-        self.inner = self.Inner(act, p, halves)
+        self.pre, self.act, self.drop, self.halves = RMSNorm(), act(), nn.Dropout(p), halves
+        widths = [80] if halves else [40, 40]
+        self.both = nn.ModuleList(nn.Linear(16, width, bias=False) for width in widths)
+        self.out = nn.Linear(40, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.inner(self.pre(x))
-        return y
-
-    class Inner(nn.Module):
-        def __init__(self, act: Callable[[], nn.Module], p: float, halves: int) -> None:
-            super().__init__()
-            self.halves, self.zap, self.sieve = halves, act(), nn.Dropout(p)
-            self.wig = nn.Linear(16, 80 if halves else 40, bias=False)
-            if not halves:
-                self.wam = nn.Linear(16, 40, bias=False)
-            self.out = nn.Linear(40, 16, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            g = self.wig(x)
-            if self.halves:
-                g, u = g.chunk(2, dim=-1)[:: self.halves]
-            else:
-                u = self.wam(x)
-            y: Tensor = self.out(self.sieve(self.zap(g) * u))
-            return y
-
-
-class Own(nn.Module):
-    """GELU's approximation, as several operations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+        z = self.pre(x)
+        g, u = self.both[0](z).chunk(2, dim=-1)[:: self.halves] if self.halves else [one(z) for one in self.both]
+        return x + self.out(self.drop(self.act(g) * u))
 
 
 # As models write them: what is saved first is a function of x, which is saved later, or not at all.
@@ -113,6 +121,7 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * 0.5 * (1.0 + torch.erf(x / 2**0.5)),
     "gelu, turned": lambda x: 0.5 * (1.0 + torch.erf(x / 2**0.5)) * x,
     "laplace": lambda x: x * 0.5 * (1 + torch.erf((x - 0.7) / 0.4)),
+    "tanh": lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0)))),
     "fast gelu": lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
     "softplus": lambda x: F.softplus(0.7 * x) * x,
     "hardswish": lambda x: x * F.relu6(x + 3) / 6,
@@ -121,15 +130,11 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Hand(nn.Module):
-    """Such an activation."""
+def hand(name: str) -> nn.Module:
+    return Of(lambda _, x: BY_HAND[name](x))
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
 
-    def forward(self, x: Tensor) -> Tensor:
-        return BY_HAND[self.name](x)
+Own = partial(hand, "tanh")
 
 
 class Layer(nn.Module):
@@ -144,12 +149,10 @@ class Layer(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     def mlp(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.drop(F.gelu(self.up(self.second(x)))))
-        return y
+        return self.down(self.drop(F.gelu(self.up(self.second(x)))))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
@@ -172,4 +175,134 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gate first": lambda: Gate(halves=1),
     "gate last": lambda: Gate(halves=-1, p=0.2),
     "block": lambda: nn.Sequential(QKV(), Gate(), MLP(p=0.1)),
+}
+
+
+def feed(call: Callable[[Tensor], Tensor] = F.gelu, p: float = 0.0) -> nn.Module:
+    return Of(
+        lambda m, x: m.fc2(F.dropout(call(m.fc1(m.norm(x))), p, m.training)),
+        norm=nn.LayerNorm(16),
+        fc1=nn.Linear(16, WIDE),
+        fc2=nn.Linear(WIDE, 16),
+    )
+
+
+def experts(gate: Callable[[Tensor], Tensor], linear: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Return experts as transformers': all weights in two parameters, and each expert has rows of its own."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        rows = m.norm(x).flatten(0, -2)
+        output = torch.zeros_like(rows)
+        for i in range(3):
+            index = torch.arange(i, len(rows) - 1, 2)
+            y = linear(gate(linear(rows[index], m.up[i])), m.down[i])
+            output.index_add_(0, index, (y * rows[index].mean(-1, keepdim=True)).to(output.dtype))
+        return output.view(x.shape)
+
+    up, down = (nn.Parameter(torch.randn(3, *sizes) / 4) for sizes in ((2 * WIDE, 16), (16, WIDE)))
+    return Of(call, norm=RMSNorm(), up=up, down=down)
+
+
+def gated(both: Tensor) -> Tensor:
+    g, u = both.chunk(2, -1)
+    return F.silu(g) * u
+
+
+def clamped(both: Tensor) -> Tensor:
+    g, u = both[..., ::2].clamp(max=0.7), both[..., 1::2].clamp(-0.9, 0.9)
+    return (u + 1) * (g * torch.sigmoid(1.7 * g))
+
+
+class Attention(nn.Module):
+    """Norms of q and k, rotary embedding, two heads of q for one of k and v."""
+
+    def __init__(self, call: Callable[..., Tensor], norm: Callable[[], nn.Module] = RMSNorm) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(16, 64), nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(64, 16)
+        self.q_norm, self.k_norm, self.call = norm(), norm(), call
+        self.register_buffer("angles", torch.arange(64.0)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0] * 4))
+
+    def rotated(self, x: Tensor) -> Tensor:
+        cos, sin = (one[: x.shape[-2]].to(x.dtype) for one in (self.angles.cos(), self.angles.sin()))
+        first, second = x[..., :8], x[..., 8:]
+        return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (*x.shape[:-1], -1, 16)
+        q = self.q_norm(self.q(x).view(heads)).transpose(1, 2)
+        k = self.k_norm(self.k(x).view(heads)).transpose(1, 2)
+        y = self.call(self.rotated(q), self.rotated(k), self.v(x).view(heads).transpose(1, 2))
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:-1], 64))
+
+
+def repeated(x: Tensor) -> Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, 2, s, d).reshape(b, 2 * h, s, d)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask, scale=0.3)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, repeated(k).transpose(2, 3)) * 0.25
+    return torch.matmul(F.softmax(scores, -1, dtype=torch.float32).to(v.dtype), repeated(v))
+
+
+def adapter() -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
+        wide = F.linear(F.linear(y.to(torch.float64), m.a.weight.double()), m.b.weight.double())
+        return m.base(y) + wide.to(y.dtype)
+
+    a, b = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+    return Of(call, norm=RMSNorm(), base=nn.Linear(16, 16), a=a, b=b)
+
+
+CALLS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": feed,
+    "gelu, dropout": partial(feed, p=0.3),
+    "squared relu": partial(feed, lambda x: F.relu(x).square()),
+    "experts": partial(experts, gated, F.linear),
+    "clamped experts": partial(experts, clamped, lambda x, w: x @ w.t().contiguous()),
+    "experts the other way": partial(experts, gated, lambda x, w: torch.addmm(x.new_ones(len(w)), x, w.t())),
+    "attention": partial(Attention, partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)),
+    "masked attention": partial(Attention, masked),
+    "attention by hand": partial(Attention, by_hand),
+    "attention after LayerNorm": partial(Attention, masked, lambda: nn.LayerNorm(16)),
+    "adapter": adapter,
+    "block": lambda: nn.Sequential(
+        CALLS["attention"](), CALLS["experts"](), CALLS["gelu, dropout"](), CALLS["adapter"]()
+    ),
+}
+SMALL = MODELS | {f"calls: {name}": make for name, make in CALLS.items()}
+
+
+RANDOM = torch.Generator().manual_seed(4)
+IMAGES = {n: torch.randn(3, 8, *(9, 8, 7)[:n], generator=RANDOM) for n in (1, 2, 3)}
+CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def turned() -> nn.Module:
+    parts = {"fc": nn.Linear(8, 16), "act": nn.SiLU(), "conv": nn.Conv2d(8, 4, 3, padding=1)}
+    return Of(lambda m, x: m.conv(m.act(m.fc(x)).transpose(2, 3)[:, :, ::2]), **parts)
+
+
+def unit(norm: Callable[[], nn.Module], act: Callable[[], nn.Module], n: int = 2) -> nn.Module:
+    return nn.Sequential(CONVOLUTIONS[n](8, 16, 3, padding=1), norm(), act(), CONVOLUTIONS[n](16, 8, 3, padding=1))
+
+
+UNITS: dict[str, Callable[[], nn.Module]] = {
+    "turned": turned,
+    "group norm": lambda: unit(lambda: nn.GroupNorm(4, 16), nn.SiLU),
+    "group norm, plain": lambda: unit(lambda: nn.GroupNorm(2, 16, affine=False), nn.GELU),
+    "batch norm": lambda: unit(lambda: nn.BatchNorm2d(16), nn.ReLU),
+    "batch norm, plain": lambda: unit(lambda: nn.BatchNorm2d(16, affine=False), nn.Tanh),
+    "batch norm, averaged": lambda: unit(lambda: nn.BatchNorm2d(16, momentum=None), nn.SiLU),
+    "batch norm, not tracked": lambda: unit(lambda: nn.BatchNorm2d(16, track_running_stats=False), nn.SiLU),
+    "in place": lambda: unit(lambda: nn.BatchNorm2d(16), partial(nn.ReLU, inplace=True)),
+    "in place, input saved": lambda: unit(lambda: nn.BatchNorm2d(16), partial(nn.Hardswish, inplace=True)),
+    "in place, group norm": lambda: unit(lambda: nn.GroupNorm(4, 16), partial(nn.LeakyReLU, 0.1, inplace=True)),
+    "two": lambda: nn.Sequential(*(unit(lambda: nn.BatchNorm2d(16), nn.ReLU6) for _ in range(2))),
 }

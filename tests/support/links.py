@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 
-@dataclass
-class Copy:
-    """A copy, which does not keep its ends alive.
+class Copy(NamedTuple):
+    """A copy, which does not keep its ends alive."""
 
-    Attributes:
-        name: `"to host"` or `"to device"`.
-        done: when it is done.
-        into: what it writes.
-        of: what it reads.
-
-    """
-
-    name: str
-    done: float
+    name: str  # "to host" or "to device"
+    done: float  # when
     into: Callable[[], Tensor | None]
     of: Callable[[], Tensor | None]
 
@@ -54,11 +44,9 @@ class SimulatedLink:
         self._there: dict[str, list[Callable[[], Tensor | None]]] = {"to host": [], "to device": []}
 
     def alive(self, name: str) -> list[Tensor]:
-        """Return the copies to the host, or to the device, that something still holds."""
         return [one for held in self._there[name] if (one := held()) is not None]
 
     def compute(self, seconds: float) -> None:
-        """Let so much time pass."""
         self._until(self.now + seconds)
 
     def _until(self, time: float) -> None:

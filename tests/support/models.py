@@ -74,8 +74,7 @@ ADAPTERS = {  # dropout, adapters in float32
 def _model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in TIMM:
-        model: nn.Module = imported("timm").create_model(name, num_classes=10, **TIMM[name])
-        return model
+        return imported("timm").create_model(name, num_classes=10, **TIMM[name])
     transformers = imported("transformers")
     name, _, each = name.partition(", ")
     config = transformers.AutoConfig.for_model(name, **(FAMILIES | MORE | NEWER)[name])
@@ -114,7 +113,6 @@ def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model by its name, with adapters if that says so."""
     torch.manual_seed(0)
     name, lora, kind = name.partition(" lora")
     model = model_of(name).to(dtype)
@@ -126,8 +124,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = peft.get_peft_model(model, config, autocast_adapter_dtype=wide)
-    trained: nn.Module = model.train()
-    return trained
+    return model.train()
 
 
 def inputs_of(name: str, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:

@@ -22,16 +22,10 @@ class _Unlisted(WeakIdKeyDictionary):
 
 
 def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.Optimizer) -> dict[str, int]:
-    """Run a step under PyTorch's own memory tracker. It needs no GPU, and no memory if the tensors are fake.
+    """Run a step under PyTorch's own memory tracker, beside models and optimizers that exist already.
 
-    Args:
-        step: the function to run, e.g. forward, backward and the optimizer's step.
-        external: models and optimizers that exist already.
-
-    Returns:
-        The bytes at the peak, by kind: `parameters`, `buffers`, `gradients`, `activations` (made in the forward
-        pass), `temporaries` (made in the backward pass), `optimizer`, `other`; and `total`.
-
+    Returns the bytes at the peak by kind and in `total`; `activations` are made in the forward pass, `temporaries`
+    in the backward pass. It needs no GPU, and no memory if the tensors are fake.
     """
     names = {
         "PARAM": "parameters",

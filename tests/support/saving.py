@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fitact
 from fitact.runtime.measure.saved import count_saved
@@ -22,6 +26,8 @@ SETTINGS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {  # dtype, autoca
     **{str(dtype)[6:]: (dtype, None) for dtype in (torch.float16, torch.float64)},
     "float64 in autocast": (torch.float64, HALF),
 }
+precisions = pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS.values(), ids=PRECISIONS)
+settings = pytest.mark.parametrize(("dtype", "autocast"), SETTINGS.values(), ids=SETTINGS)
 Step = Callable[[Any, Tensor], Any]
 X = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1))
 
@@ -31,7 +37,6 @@ def cast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 
 
 def pair(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Return a model as it is, and a copy that saves less."""
     torch.manual_seed(0)
     baseline = make().to(dtype).train()
     model = copy.deepcopy(baseline)
@@ -39,12 +44,23 @@ def pair(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> tuple[A
     return baseline, model
 
 
+class Operators(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def loss_of(y: Tensor) -> Tensor:
     return (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).square().sum()
 
 
 def train(model: nn.Module, x: Tensor, call: Step = lambda model, x: model(x)) -> Tensor:
-    """Go forward and backward."""
     y: Tensor = call(model, x)
     loss_of(y).backward()
     return y.detach()
@@ -57,7 +73,6 @@ def stepped(
     context: AbstractContextManager[Any] | None = None,
     autocast: torch.dtype | None = None,
 ) -> Any:
-    """Return the output and all gradients of a step whose forward pass is in a context."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
@@ -105,15 +120,7 @@ def agree(
 ) -> tuple[Any, Any]:
     """Let a model and its copy that saves less do the same, to the last bit, and return both.
 
-    Args:
-        make: makes the model.
-        step: what is done with it; its gradients add up over the seeds.
-        x: its input.
-        dtype: of parameters and input.
-        autocast: the dtype of autocast around the step, if any.
-        seeds: how many steps.
-        raises: `"none"` may raise; `"both"`, or neither; `"copy"`: the copy alone may, too.
-
+    Gradients add up over the seeds. `raises`: `"none"` may; `"both"`, or neither; `"copy"`: it alone may, too.
     """
     models = pair(make, dtype)
     for seed in range(seeds):
@@ -128,8 +135,33 @@ def agree(
     return models
 
 
+def saving_less(make: Callable[[], Any], x: Tensor = X, wide: Tensor | None = None, **given: Any) -> Any:
+    """Compare as `agree` does; return the bytes that both models save, of a wider input if it is given."""
+    models, wide = agree(make, x=x, **given), x if wide is None else wide
+    return saves(models, wide.to(given.get("dtype", torch.float32)), given.get("autocast"))
+
+
+def both_ways(
+    compute: Callable[..., Tensor], *inputs: Tensor, autocast: torch.dtype | None = None, **given: Any
+) -> list[int]:
+    """Compare output, gradients and a random number that follows with those in the context.
+
+    Returns the bytes that are saved without the context and in it, which hooks count; it runs without hooks, too.
+    """
+    wanted, results, sizes = [tensor for tensor in inputs if tensor.requires_grad], [], []
+    for context, counted in product((nullcontext, partial(fitact.saving, **given)), (True, False)):
+        torch.manual_seed(0)
+        with count_saved() if counted else nullcontext() as saved, cast(autocast), context():
+            y = compute(*inputs)
+        sizes += [] if saved is None else [saved.bytes]
+        dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+        gradients = torch.autograd.grad(y, wanted, dy) if wanted else None
+        results.append((y.detach(), y.stride(), torch.rand(1), gradients))
+    assert not any(differences(results[0], other) for other in results[1:])
+    return sizes
+
+
 def saved_bytes_of(model: nn.Module, call: Callable[[], Any]) -> int:
-    """Return the bytes that autograd saves in a call."""
     with count_saved(model) as saved:
         hold = call()
     assert hold is not None
@@ -141,13 +173,11 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def saves(models: tuple[Any, Any], x: Tensor, autocast: torch.dtype | None = None) -> tuple[int, int]:
-    """Return the bytes that autograd saves in a call of each model."""
     with cast(autocast):
         before, after = (saved_bytes(one, x) for one in models)
     return before, after
 
 
 def peaks(models: tuple[Any, Any], x: Tensor, call: Step = lambda model, x: model(x)) -> tuple[int, int]:
-    """Return the peak of a step of each model."""
     before, after = (peak_memory(lambda one=one: call(one, x).sum().backward(), one)["total"] for one in models)
     return before, after

@@ -1,10 +1,13 @@
-"""Functions of Liger's, which no mode sees: others of their names, which save and overwrite what Liger's do."""
+"""Functions of others whose outputs are recomputed: Liger's, which no mode sees, and fitact's generated ones."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fitact.runtime.measure import count_saved
-from fitact.runtime.saving import saving
+from fitact import saving
+from fitact.codegen import bundle
+from fitact.generated.swish_beta_recompute import SwishBetaRecompute
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.storage import Stored
+from tests.support.around import AROUND
+from tests.support.blocks import Of
+from tests.support.generated import same, sizes
+from tests.support.learned import recomputed
+from tests.support.saving import agree
 
 
 class LigerSiLUMulFunction(torch.autograd.Function):
@@ -77,7 +87,6 @@ def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(context: Any, function: Any, factors: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:
-    """Return the gradients of a step, and the bytes that it saves."""
     torch.manual_seed(0)
     weights = [torch.randn(64, 64, dtype=dtype, requires_grad=True) for _ in range(4)]
     scale, x = torch.randn(64, dtype=dtype, requires_grad=True), torch.randn(4, 64, 64, dtype=dtype)
@@ -125,8 +134,7 @@ def test_what_is_left_as_it_is(of: str) -> None:
 
     def norm_again(x: Tensor, *others: Any) -> Tensor:
         runs.append(of)
-        y: Tensor = LigerRMSNormFunction.apply(x, *others)
-        return y
+        return LigerRMSNormFunction.apply(x, *others)
 
     def function(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
         if "cast" in of:
@@ -213,3 +221,53 @@ def test_after_backward() -> None:
         y = LigerRMSNormFunction.apply(x * 1, None, 0.0, 0)
         torch.autograd.grad([y], [x], [torch.ones_like(x)])
         assert F.linear(y, y.detach()).shape == (8, 8)
+
+
+ROWS = 1024
+
+
+def mlp(act: nn.Module, view: bool = False) -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        y = m.act(m.fc1(x))
+        return m.fc2(y.view(4, -1, 32)).view(-1, 16) if view else m.fc2(y)
+
+    return Of(call, fc1=nn.Linear(16, 32), act=act, fc2=nn.Linear(32, 16))
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "accumulated", "retained"])
+def test_the_same_gradients(around: str) -> None:
+    x = torch.randn(ROWS, 16) * 3
+    for view in (False, True):
+        agree(lambda view=view: mlp(SwishBetaRecompute(), view), AROUND[around], x)
+    agree(lambda: mlp(SwishBetaRecompute()), AROUND[around], x.view(4, -1, 16))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_convolutions(layout: torch.memory_format) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), SwishBetaRecompute(), nn.Conv2d(8, 4, 3, padding=1))
+    model, x = model.to(memory_format=layout), torch.randn(2, 3, 12, 11).to(memory_format=layout)
+    with count_saved(model) as saved, saving():
+        y = model(x)
+    assert sizes(saved) == sorted([x.nbytes, 4 * 2 * 8 * 10 * 9])
+    found = torch.autograd.grad(y.sum(), [*model.parameters()])
+    assert all(map(same, found, torch.autograd.grad(model(x).sum(), [*model.parameters()])))
+
+
+@pytest.fixture
+def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for path, text in bundle.plan([recomputed("swish_beta", "alone")]).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("alone").Alone()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "alone"]:
+        del sys.modules[name]
+
+
+def test_a_standalone_folder(standalone: nn.Module) -> None:
+    """Its outputs are found too, and recomputed by an op of its own."""
+    model, x = mlp(standalone), torch.randn(ROWS, 16) * 3
+    with count_saved(model) as saved, saving():
+        model(x)
+    assert sizes(saved) == sorted([x.nbytes, 4 * ROWS * 32])
+    agree(lambda: mlp(standalone), x=x)

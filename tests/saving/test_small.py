@@ -1,0 +1,169 @@
+"""Masks and indices take few bytes: dropout's a bit an element, and gradients are PyTorch's own from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from fitact import saving
+from fitact.runtime.kernels import reference
+from fitact.runtime.saving.bits import pack, unpack
+from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support.blocks import Of
+from tests.support.saving import (
+    both_ways,
+    cast,
+    differences,
+    observed,
+    pair,
+    precisions,
+    saving_less,
+    train,
+)
+
+SIZES = [0, 1, 7, 8, 9, 1023, 1024, 1025, 8191, 8192, 8193, 9216, 9217, 20000, 24576]
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "turned": lambda x: x.transpose(0, 1),
+    "columns": lambda x: x.transpose(1, 2),
+    "channels last": lambda x: x[None].contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layout(size: int) -> None:
+    """The bytes are those of codes of one bit, without the end of the last tile."""
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.7
+    bits = pack(mask)
+    codes = reference.encode(mask, (0.5,), 1, False)
+    assert torch.equal(bits, codes[: len(bits)]) and not codes[len(bits) :].any()
+    assert len(bits) == size // 8192 * 1024 + min(size % 8192, 1024)
+    assert torch.equal(unpack(bits, mask.shape, mask.stride()), mask)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    mask = LAYOUTS[layout](torch.rand(7, 11, 130, generator=torch.Generator().manual_seed(0)) < 0.7)
+    found = unpack(pack(mask), mask.shape, mask.stride())
+    assert torch.equal(found, mask) and found.stride() == mask.stride()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(mask)
+        packed = pack(fake)
+        again = unpack(packed, fake.shape, fake.stride())
+    assert packed.shape == pack(mask).shape and (again.shape, again.stride()) == (mask.shape, mask.stride())
+
+
+def test_bits_are_saved() -> None:
+    """Of three readers, each after a dropout: the output's input, and three masks."""
+    x, up = torch.randn(64, 16, 48), nn.Linear(48, 24)
+    outs = [nn.Linear(24, 24) for _ in range(3)]
+
+    def compute(x: Tensor, *_: Tensor) -> Tensor:
+        y = F.gelu(up(x))
+        return sum(out(F.dropout(y, 0.1)) for out in outs)
+
+    rows, parameters = 64 * 16, [tensor for layer in (up, *outs) for tensor in layer.parameters()]
+    _, after = both_ways(compute, x, *parameters)
+    assert after == 4 * (x.numel() + rows * 24 + 3 * 24 * 24) + 3 * rows * 24 // 8
+
+
+WIDTH, EXPERTS, ROWS = 16, 5, 300
+
+
+def routed(change: bool = False) -> nn.Module:
+    """Return a model that sends rows to experts and back; it may change the order of the rows afterwards."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        odds = F.softmax(m.gate(x.round()).float(), -1)  # some are equal
+        weights, experts = torch.topk(odds, 2, dim=-1)
+        weights /= weights.sum(-1, keepdim=True)
+        best, place = m.gate(x).max(1)
+        expert, order = torch.sort(experts.reshape(-1), stable=True)
+        rows = F.gelu(m.layer(F.gelu(x)))[order // 2].sin() + m.layer.weight[expert]
+        rows = rows * weights.reshape(-1)[order, None] + best[order // 2][:, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0))
+        y = rows[back].view(len(x), 2, WIDTH).sum(1) + rows[order.argsort()][: len(x)]
+        y = y.index_add(0, order // 2, rows.to(y.dtype))
+        both = torch.where(experts == 3)
+        y = y + F.gelu(x)[both].sum() + weights[:, m.table[:1] - 5].sum() + (place * 1.0).mean()
+        if change:
+            order.zero_()
+        return y
+
+    parts = {"gate": nn.Linear(WIDTH, EXPERTS), "layer": nn.Linear(WIDTH, WIDTH)}
+    return Of(call, **parts, table=nn.Buffer(torch.arange(EXPERTS).flip(0)))
+
+
+@precisions
+def test_experts(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    """The same bits; indices of up to 300 rows take one or two bytes each."""
+    x = torch.randn(ROWS, WIDTH)
+    before, after = saving_less(routed, x, dtype=dtype, autocast=autocast)
+    assert after < before
+    tensors: list[Tensor] = []
+    hooks = saved_tensors_hooks(lambda one: tensors.append(one) or one, lambda one: one)
+    with hooks, cast(autocast), saving():
+        y = routed().to(dtype)(x.to(dtype).requires_grad_())
+    del y
+    numbers = [one for one in tensors if not one.is_floating_point() and one.numel() > ROWS // EXPERTS]
+    assert {one.dtype for one in numbers} <= {torch.int8, torch.int16, torch.uint8} and numbers
+
+
+def test_an_index_that_is_changed_later() -> None:
+    """What is saved is a copy, so gradients are those of the index as it was; PyTorch raises."""
+    torch.manual_seed(0)
+    baseline, x = routed(), torch.randn(ROWS, WIDTH)
+    changing, model = pair(partial(routed, change=True))
+    model.load_state_dict(baseline.state_dict())
+    assert str(observed(changing, train, x)).startswith("raises")
+    assert not differences(observed(baseline, train, x), observed(model, train, x))
+
+
+@pytest.mark.parametrize(("size", "bytes_of_one"), [(128, 1), (129, 2), (2**15, 2), (2**15 + 1, 4)])
+def test_the_fewest_bytes(size: int, bytes_of_one: int) -> None:
+    """Of all numbers that index a dimension, also from its end."""
+    index = torch.arange(-size, size)[::2].contiguous()
+    _, after = both_ways(lambda x: x[index], torch.randn(size, requires_grad=True))
+    assert after == bytes_of_one * index.numel()
+
+
+GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda index: index.t().contiguous().t(),
+    "part": lambda index: index[:, 1:],
+    "part, turned": lambda index: index.t().contiguous().t()[:, 1:],
+    "expanded": lambda index: index[:1].expand(len(index), -1),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("around", [nullcontext, save_on_cpu])
+def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Also outside of hooks; and an expanded index is not stored once for each row."""
+    index = GIVEN[given](torch.randint(40, (30, 90)))
+    with around():
+        before, after = both_ways(lambda x: (x * 2).gather(0, index), torch.randn(40, 90, requires_grad=True))
+    assert before - after >= (0 if given == "expanded" else 7 * index.numel())
+
+
+@pytest.mark.parametrize(
+    "around", [nullcontext, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)], ids=["alone", "in hooks"]
+)
+def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]]) -> None:
+    x, w = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True)
+    found = []
+    for context in nullcontext(), saving():
+        with around(), context:
+            assert (x + x).sum(1, keepdim=True).is_sparse
+            assert (torch.eye(3).long().to_sparse() // 2).is_sparse
+            y = torch.sparse.mm(x, w * 2) * x.sum()
+        found.append(torch.autograd.grad(y.square().sum(), w)[0])
+    assert not differences(*found)
