@@ -1,7 +1,5 @@
 """What all tests of the command line need."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

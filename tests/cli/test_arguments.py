@@ -10,12 +10,11 @@ from torch import nn
 
 import fitact
 from fitact.base import UsageError
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.methods import fewbit, inverted, relumix
-from fitact.runtime.choose.compare import measure
-from fitact.runtime.measure.prepare import Training
+from fitact.runtime.choose import measure
+from fitact.runtime.measure import Training, hugging_face, timm_model
 from fitact.runtime.measure.reference import gelu_mlp
-from fitact.runtime.measure.sources import hugging_face, timm_model
 
 NO_BITS = (3.0, True, False, "3", [3], (3,), math.nan, np.float64(3), np.True_, 0.5, -1)
 NO_IMAGES = (0, -1, 1.5, 2.0, True, "2", math.nan, math.inf, [2])

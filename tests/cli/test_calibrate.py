@@ -1,16 +1,14 @@
 """`fitact calibrate`, and fits with the weights that it writes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods.table import again
-from fitact.fitter.records.reading import read
+from fitact.fitter.analysis import Activation
+from fitact.fitter.methods import again
+from fitact.fitter.records import read
 from fitact.fitter.records.weights import read_weights as read_weights
 from tests.conftest import Command
 

@@ -1,7 +1,5 @@
 """The command line: what each command makes, in an empty folder."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -19,7 +17,7 @@ from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import again
 from fitact.fitter.numerics import Weight
-from fitact.fitter.records.reading import read
+from fitact.fitter.records import read
 from tests.conftest import ROOT, Command
 from tests.support.commands import FITS, files, put, record, tree
 from tests.support.refusals import within
@@ -37,8 +35,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def cells(line: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
-
-# ---------------------------------------------------------------------------------------------------------- fit
 
 STEPS = ["bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|"]
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -152,9 +148,6 @@ def test_warnings_are_one_line_each_and_no_failure(command: Command) -> None:
     assert second.startswith("fitact: warning: beyond the domain -10 10 the derivative of relu2")
 
 
-# --------------------------------------------------------------------------------------------------------- plot
-
-
 def is_picture(path: str) -> None:
     data = Path(path).read_bytes()
     if path.lower().endswith(".png"):
@@ -190,9 +183,6 @@ def test_plot(arguments: str, command: Command) -> None:
         is_picture(picture)
         first = Path(picture).read_bytes()
     assert Path(picture).read_bytes() == first
-
-
-# ------------------------------------------------------------------------------------------------------ codegen
 
 
 @pytest.mark.parametrize("line", ["codegen", "codegen --check", "plot"])
@@ -295,8 +285,6 @@ def test_named_fits_remove_no_others(package: Path, command: Command) -> None:
     assert {path.stem for path in package.glob("*.py")} == {"__init__", "one", "two", "three"}
     assert command("codegen three.json --check")[0] == command("codegen generated/fits/one.json --check")[0] == 0
 
-
-# --------------------------------------------------------------------------------------------------- help, show
 
 MODEL = """
 import torch

@@ -25,9 +25,6 @@ def inside(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-# -------------------------------------------------------------------------------------------------------- reading
-
-
 @pytest.fixture
 def odd(tmp_path: Path) -> Iterator[dict[str, Path]]:
     """One of each kind of file that is no regular one."""
@@ -60,9 +57,6 @@ def test_only_regular_files_are_read(kind: str, odd: dict[str, Path], tmp_path: 
     assert line.startswith(f"fitact: {path}: cannot be read: ") and count == 3
     if kind in ("pipe", "device"):
         assert line.endswith(f"expected a regular file, this is a {kind}")
-
-
-# -------------------------------------------------------------------------------------------------------- writing
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "socket"])
@@ -126,9 +120,6 @@ def test_a_process_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b"]
 
 
-# --------------------------------------------------------------------------------------------------- whole folders
-
-
 NEW = {"a.py": "new", "b/c.py": "new", "b/d/e.py": "new"}
 
 
@@ -162,8 +153,6 @@ for _ in range(100):
     found = inside(path)
     assert found.keys() == {"a", "b"} and set(found.values()) <= {letter * 5000 for letter in "abcd"}
 
-
-# -------------------------------------------------------------------------------------------------------- commands
 
 FIT = Path(__file__).parents[2] / "generated" / "fits" / "tanh_output.json"
 ODD = "a\x1b[31m\x07b"  # what a terminal obeys

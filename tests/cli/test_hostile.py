@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.expr.atoms import FUNCTIONS
+from fitact.fitter.expr import FUNCTIONS
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 from tests.fuzz import checks
 from tests.fuzz.grammar import FITS, RAW, written
@@ -98,8 +98,6 @@ def balanced(parts: list[str], operator: str) -> str:
         parts = [f"({operator.join(parts[i : i + 2])})" for i in range(0, len(parts), 2)]
     return parts[0]
 
-
-# ----------------------------------------------------------------------------------------------- named cases
 
 DEEP = MAX_DEPTH - 2
 UNARY = [name for name, (arguments, _) in FUNCTIONS.items() if arguments == 1]
@@ -229,8 +227,6 @@ def test_the_watch_sees(act, seen):
     with pytest.raises((Exception, pytest.fail.Exception), match=seen), watched():
         act()
 
-
-# ----------------------------------------------------------------------------------------------------- JSON
 
 RECORD = next(record for record in map(json.loads, FITS) if record["name"] == "gelu_fewbit1")
 NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "0.1", "1E400", "5e-324", "1e39"]

@@ -1,7 +1,5 @@
 """Typical mistakes are answered in one line, before what takes seconds to import."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Wrong command lines: each is refused in one line that has the wanted word, and leaves no trace."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`convert` without a method: what is reported, and that the model stays the same but for what it saves."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from importlib import import_module
@@ -16,7 +14,7 @@ import fitact
 from fitact.base import JobError, UsageError
 from fitact.runtime.choose import reproducibly
 from fitact.runtime.choose.records import Gradient, ModuleRecord
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved
 from fitact.runtime.saving.modules import Attached
 
 WIDTH, HIDDEN = 32, 128
@@ -33,8 +31,7 @@ class Gated(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -55,8 +52,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class Spectrum(nn.Module):
@@ -69,8 +65,7 @@ class Spectrum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wave = self.bend(torch.fft.rfft(self.embedding(self.index(x.argmax(-1) % 4))))
-        found: Tensor = self.out(self.act(torch.view_as_real(wave).flatten(-2)))
-        return found
+        return self.out(self.act(torch.view_as_real(wave).flatten(-2)))
 
 
 class Rotary(nn.Module):
@@ -82,8 +77,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.view_as_complex(self.linear(x).bfloat16().float().unflatten(-1, (-1, 2)))
-        y: Tensor = self.linear(F.gelu((z * self.weight).real.repeat(1, 2)))
-        return y
+        return self.linear(F.gelu((z * self.weight).real.repeat(1, 2)))
 
 
 class InPlace(nn.Module):
@@ -96,8 +90,7 @@ class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(F.relu(input=self.norm(self.linear(x)), inplace=True))
         x = self.linear(torch.relu_(input=self.norm(x)))
-        y: Tensor = self.linear(F.dropout(input=F.gelu(self.linear(x)), inplace=True))
-        return y
+        return self.linear(F.dropout(input=F.gelu(self.linear(x)), inplace=True))
 
 
 class Calls(nn.Module):
@@ -108,8 +101,7 @@ class Calls(nn.Module):
         self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), nn.LeakyReLU(), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.act(input=self.up(x)) * self.act.negative_slope)
-        return y
+        return self.down(self.act(input=self.up(x)) * self.act.negative_slope)
 
 
 class DyT(nn.Module):
@@ -174,9 +166,6 @@ def off(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def attached(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, Attached)]
-
-
-# ------------------------------------------------------------------------------ what is saved, and bits
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
@@ -290,9 +279,6 @@ def test_gradients_are_compared_with_deterministic_algorithms(said: str) -> None
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# ------------------------------------------------------------------------------ the report
-
-
 def test_the_report() -> None:
     model = made(lambda: Model(0.0))
     report = fitact.convert(model, example_inputs=X)
@@ -386,9 +372,6 @@ def test_lazy_and_untrained_models() -> None:
     frozen = made().requires_grad_(False)
     report = fitact.convert(frozen, example_inputs=X)
     assert (report.saved_before, report.saved_after, report.replaced) == (0, 0, ()) and not attached(frozen)
-
-
-# ------------------------------------------------------------------------------ what stays as it is
 
 
 def test_layers_can_be_made_in_a_context() -> None:

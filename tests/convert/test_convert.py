@@ -1,7 +1,5 @@
 """Converting small models: what is replaced, what is left alone and why, what is saved; nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -21,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import fitact
 from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
-from fitact.runtime.choose.records import Conversion
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.choose import Conversion
+from fitact.runtime.measure import count_saved, imported
 from tests.saving.test_modules import COPIES
 from tests.support.built import built
 from tests.support.package import load
@@ -240,9 +237,6 @@ def test_in_place(activation: nn.Module, name: str | None) -> None:
         assert fitact.convert(holder, "fewbit").sites[0].reason == f"already {name}"
     fitact.revert(holder)
     assert holder[0] is activation
-
-
-# --------------------------------------------------------------------------------------------- what is left alone
 
 
 @pytest.mark.parametrize("method", ["fewbit", "relumix", "inverted"])
@@ -469,8 +463,6 @@ def test_filters(given: dict[str, Any], names: set[str]) -> None:
     assert len(conversion) == 3
     assert {site.reason for site in conversion if site.after is None} <= {"not included", "excluded"}
 
-
-# ---------------------------------------------------------------------------------------------------- wrong input
 
 X = torch.zeros(2, 16)
 CONTEXT: list[tuple[dict[str, Any], str]] = [

@@ -1,7 +1,5 @@
 """Converting real models, small and with random weights: values, training, and bytes in every setting."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -16,8 +14,7 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.integrations.transformers import register
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved, imported
 from tests.support.models import MODELS, QUICK, batch_of, logits, model_of
 from tests.support.rows import full
 from tests.support.shared import shared
@@ -33,9 +30,6 @@ SITES = {
     "qwen2": {"SiLUActivation": ("silu", 2)},
     "vit_tiny_patch16_224": {"GELU": ("gelu", 2)},
 }
-
-
-# ---------------------------------------------------------------------------------------------------- activations
 
 
 @pytest.mark.parametrize("method", ["fewbit", "inverted"])
@@ -127,9 +121,6 @@ def test_training_goes_as_before(name: str, way: str) -> None:
     converted = [sum(losses(copy.deepcopy(model), name, seed)[-5:]) / 5 for seed in SEEDS]
     difference = abs(sum(converted) - sum(ends)) / len(ends)
     assert difference < noise
-
-
-# ---------------------------------------------------------------------------------------------------------- bytes
 
 
 def lora(model: nn.Module) -> nn.Module:

@@ -1,7 +1,5 @@
 """Reports as dictionaries, as tables of notebooks and as pictures."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -16,7 +14,7 @@ from torch import nn
 
 import fitact
 from fitact.base import Bars, UsageError
-from fitact.runtime.choose.compare import measure
+from fitact.runtime.choose import measure
 from fitact.runtime.measure.reference import gelu_mlp
 
 X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
@@ -31,8 +29,7 @@ class Odd(nn.Module):
         self.add_module("<b>&", nn.Sequential(OrderedDict(parts)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.get_submodule("<b>&")(x)
-        return y
+        return self.get_submodule("<b>&")(x)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Trial runs leave no trace in a model, whatever its first forward pass does to it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import OrderedDict, deque

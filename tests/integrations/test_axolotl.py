@@ -1,7 +1,5 @@
 """axolotl's plugin, found by axolotl's own manager, and a training run with what it adds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

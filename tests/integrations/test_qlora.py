@@ -1,7 +1,5 @@
 """docs/qlora.md: its table, counted anew with bitsandbytes' layers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training run with transformers' Trainer: the same losses, and what the Trainer's loggers get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of docs/integrations.md: adapters of peft and layers of torchao and Liger, converted and compared."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -62,8 +60,7 @@ def llama() -> Any:
 
 def adapted(name: str, model: nn.Module | None = None) -> nn.Module:
     kind, options = ADAPTERS[name]
-    made: nn.Module = peft.get_peft_model(model or llama(), getattr(peft, kind)(**options))
-    return made
+    return peft.get_peft_model(model or llama(), getattr(peft, kind)(**options))
 
 
 def quantised(configuration: Any) -> nn.Module:
@@ -86,8 +83,7 @@ def weight_only(name: str) -> nn.Module:
 def float8() -> nn.Module:
     torchao: Any = pytest.importorskip("torchao.float8", reason="torchao is not installed")
     config = torchao.Float8LinearConfig(emulate=True)
-    made: nn.Module = torchao.convert_to_float8_training(llama(), config=config, module_filter_fn=in_a_block)
-    return made
+    return torchao.convert_to_float8_training(llama(), config=config, module_filter_fn=in_a_block)
 
 
 def int8() -> nn.Module:

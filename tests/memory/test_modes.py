@@ -1,7 +1,5 @@
 """Modes see every operation, and answer where a fake tensor is; watching what is saved leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fitact
+from fitact.runtime.measure import count_saved
 from fitact.runtime.measure.modes import OperationMode, watching_saved
-from fitact.runtime.measure.saved import count_saved
 
 aten = torch.ops.aten
 

@@ -1,7 +1,5 @@
 """Plans that offload: what they count is what the hooks do, on a link whose copies take time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
@@ -14,12 +12,9 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.base import UsageError
-from fitact.planning.make import Planner
-from fitact.planning.record import GIB
-from fitact.runtime.choose.costs import measure_costs
-from fitact.runtime.choose.policies import BASELINE, FULL, MOVED, POLICIES
-from fitact.runtime.measure.meter import Meter, MeteredLink
-from fitact.runtime.measure.subjects import copied
+from fitact.planning import GIB, Planner
+from fitact.runtime.choose import BASELINE, FULL, MOVED, POLICIES, measure_costs
+from fitact.runtime.measure import Meter, MeteredLink, copied
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import offload
 from tests.plan.test_plan import CPU, Block, equal, results, step

@@ -1,7 +1,5 @@
 """What a plan says of each rank under FSDP2 is what two processes take that really train, by PyTorch's tracker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,9 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-from fitact.planning.record import GIB, from_json
-from fitact.runtime.measure.devices import DEVICES
+from fitact.planning import GIB
+from fitact.planning.record import from_json
+from fitact.runtime.measure import DEVICES
 from tests.plan.test_plan import Block
 
 

@@ -1,20 +1,13 @@
 """A step cut short is the whole step: of like blocks of one policy some run, and one stands for the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.choose.costs import measure_costs, step
-from fitact.runtime.choose.policies import BASELINE, FULL, POLICIES, SELECTIVE, Policy
-from fitact.runtime.measure.blocks import cut, runs_of
-from fitact.runtime.measure.devices import DEVICES
-from fitact.runtime.measure.prepare import prepare
-from fitact.runtime.measure.sources import hugging_face
-from fitact.runtime.measure.subjects import Subject, copied
+from fitact.runtime.choose import BASELINE, FULL, POLICIES, SELECTIVE, Policy, measure_costs, step
+from fitact.runtime.measure import DEVICES, Subject, copied, cut, hugging_face, prepare, runs_of
 
 from . import test_plan
 
