@@ -19,7 +19,7 @@ from fitact.fitter.methods import again
 from fitact.fitter.numerics import Weight
 from fitact.fitter.records import read
 from tests.conftest import ROOT, Command
-from tests.support.commands import FITS, files, put, record, tree
+from tests.support.commands import FITS, MODEL, files, put, record, tree
 from tests.support.refusals import within
 from tests.support.rows import full
 
@@ -284,16 +284,6 @@ def test_named_fits_remove_no_others(package: Path, command: Command) -> None:
     assert command("codegen three.json") == (0, "wrote generated/three.py\n", "")
     assert {path.stem for path in package.glob("*.py")} == {"__init__", "one", "two", "three"}
     assert command("codegen three.json --check")[0] == command("codegen generated/fits/one.json --check")[0] == 0
-
-
-MODEL = """
-import torch
-
-def tiny(batch):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    model.add_module("act", torch.nn.GELU())
-    return model, torch.randn(batch, 8)
-"""
 
 
 @pytest.mark.parametrize("words", [(), *((name,) for name in cli.commands)], ids=" ".join)

@@ -18,6 +18,7 @@ import pytest
 import fitact.cli.tables
 from fitact.base.files import PREFIX
 from fitact.cli import main
+from tests.support.commands import MODEL
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -26,16 +27,9 @@ COMMANDS = {
     "codegen --standalone": ["codegen", "--standalone"],
     "plot": ["plot", "-o", "picture.svg"],
     "show": ["show", "gelu"],
-    "plan": ["plan", "mine:mine", "--gib", "1", "-o", "plan.json"],
+    "plan": ["plan", "mine:tiny", "--gib", "1", "-o", "plan.json"],
 }
 SOME = [name for name in COMMANDS if name != "plan"]  # which takes longest
-MINE = """
-import torch
-
-def mine(batch=1, seq=8):
-    block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-    return torch.nn.Sequential(block(), block()), torch.randn(batch, seq, 16)
-"""
 
 # The command line as it is installed; it tells when it is ready for an interrupt.
 ENTRY = """
@@ -65,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def prepared(folder: Path) -> Path:
     (folder / "generated" / "fits").mkdir(parents=True)
-    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.py").write_text(MODEL)
     for name in ("gelu_fewbit3", "silu_fewbit2", "tanh_output"):
         shutil.copy(ROOT / "generated" / "fits" / f"{name}.json", folder / "generated" / "fits")
     return folder

@@ -468,6 +468,7 @@ X = torch.zeros(2, 16)
 CONTEXT: list[tuple[dict[str, Any], str]] = [
     ({"include": "a.*"}, "include 'a.*': no module has such a path; there are"),
     ({"method": "rebuild"}, "method 'rebuild': it is now error='exact', without a method"),
+    ({"method": "auto"}, "method 'auto': it is now error='rounding', without a method"),
     ({"error": "few-bit"}, "error: expected 'exact', 'rounding' or 'coarse', got 'few-bit'"),
     ({"bits": 9}, "bits: expected 3, 4, 5, 6 or 8, got 9"),
     ({"bits": {"gates": 8}}, "the kinds gate, activation, norm, batch_norm, linear or attention, got 'gates'"),

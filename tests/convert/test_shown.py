@@ -20,23 +20,16 @@ from fitact.runtime.measure.reference import gelu_mlp
 X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
 
-class Odd(nn.Module):
-    """A block whose names HTML would read as tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = {"<i>0": nn.Linear(64, 256), "<i>1": nn.GELU(), "<i>2": nn.Linear(256, 64)}
-        self.add_module("<b>&", nn.Sequential(OrderedDict(parts)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule("<b>&")(x)
+def odd() -> nn.Module:
+    """Return a block whose names HTML would read as tags."""
+    parts = {"<i>0": nn.Linear(64, 256), "<i>1": nn.GELU(), "<i>2": nn.Linear(256, 64)}
+    return nn.Sequential(OrderedDict({"<b>&": nn.Sequential(OrderedDict(parts))}))
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    model = nn.Sequential(Odd(), Odd())
-    plan = fitact.plan(model, gib=1, example_inputs=X, device="a100")
-    short = fitact.plan(model, gib=1e-5, example_inputs=X, device="a100")
+    model = nn.Sequential(odd(), odd())
+    plan, short = (fitact.plan(model, gib=gib, example_inputs=X, device="a100") for gib in (1, 1e-5))
     conversion = fitact.convert(model, error="rounding", example_inputs=X)
     return {"convert": conversion, "memory": measure(gelu_mlp, budgets=()), "plan": plan, "short": short}
 
@@ -93,7 +86,7 @@ def test_checkpoints_have_a_kind(reports: dict[str, Any]) -> None:
 
 
 def test_nothing_measured() -> None:
-    report = fitact.convert(nn.Sequential(Odd()))
+    report = fitact.convert(nn.Sequential(odd()))
     assert report._repr_html_() == f'<pre style="overflow:auto">{escape(str(report))}</pre>'
     with pytest.raises(UsageError, match="nothing was measured: give example_inputs"):
         report.plot()

@@ -50,6 +50,7 @@ from fitact.runtime.restore import differentiate
 from fitact.runtime.saving import ERRORS
 from tests.conftest import ROOT, Command
 from tests.support.built import built
+from tests.support.commands import MODEL
 from tests.support.peak import peak_memory
 from tests.support.processes import python
 from tests.support.rows import full
@@ -209,30 +210,16 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
     """34bsh + 5bs²a, of a block as it assumes; a norm also saves the mean and deviation of each row."""
     saved = saved_by(reference("composed_block", batch=batch, seq=seq))
     unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
-    found: Counter[tuple[str, str]] = Counter()
-    for one in saved.records.values():
-        found[one.module, one.operation] += one.bytes
-    attention = {
-        ("attention.qkv", "linear"): 2 * unit,  # its input
-        ("attention", "matmul"): 6 * unit + 2 * scores,  # q, k, v, and the softmax after its dropout
-        ("attention", "softmax"): 2 * scores,  # its output
-        ("attention.score_dropout", "dropout"): scores,  # a mask
-        ("attention.out", "linear"): 2 * unit,  # its input
-        ("attention.dropout", "dropout"): unit,  # a mask
-    }
-    mlp = {
-        ("mlp.up", "linear"): 2 * unit,
-        ("mlp.activation", "gelu"): 8 * unit,
-        ("mlp.down", "linear"): 8 * unit,
-        ("mlp.dropout", "dropout"): unit,
-    }
-    norms = {("norm1", "layer_norm"): 2 * unit + rows, ("norm2", "layer_norm"): 2 * unit + rows}
-    assert found == attention | mlp | norms
+    found: Counter[str] = Counter()
+    for path, size in saved.by_module().items():
+        found[path.partition(".")[0]] += size
+    # inputs of two products, q, k, v and a mask; the softmax in and out of its dropout, and a mask
+    attention = 2 * unit + 6 * unit + 2 * unit + unit + (2 * scores + 2 * scores + scores)
+    mlp = 2 * unit + 8 * unit + 8 * unit + unit  # inputs of a product, GELU and a product, and a mask
+    assert found == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
     terms = closed_form(batch, seq, 1024, 16)
-    assert terms["attention"] + terms["scores"] == sum(attention.values()) == 11 * unit + 5 * scores
-    assert terms["mlp"] == sum(mlp.values()) == 19 * unit
-    assert terms["norms"] == sum(norms.values()) - 2 * rows == 4 * unit
-    assert sum(terms.values()) == 34 * unit + 5 * scores
+    assert terms == {"attention": 11 * unit, "scores": 5 * scores, "mlp": mlp, "norms": 4 * unit}
+    assert sum(terms.values()) == 34 * unit + 5 * scores == sum(found.values()) - 2 * rows
 
 
 def test_selective_recomputation_of_gpt3() -> None:
@@ -702,18 +689,9 @@ def test_backward_starts_from_the_loss_of_any_output(way: Callable[..., Any]) ->
     assert [start.shape for start in subject.run()] == [()]
 
 
-MINE = """
-import torch
-from torch import nn
-
-def tiny(batch=1, seq=8):
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(batch, seq, 8)
-"""
-
-
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(MODEL)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
 
 

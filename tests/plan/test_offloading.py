@@ -17,21 +17,10 @@ from fitact.runtime.choose import BASELINE, FULL, MOVED, POLICIES, measure_costs
 from fitact.runtime.measure import Meter, MeteredLink, copied
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import offload
-from tests.plan.test_plan import CPU, Block, equal, results, step
+from tests.plan.test_plan import CPU, Block, Squared, equal, halfway, results, step
 from tests.support.links import SimulatedLink
 
 HOST = torch.device("cpu")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def made() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Model(), torch.randn(16, 64, 32)
+    return Squared(*(Block(32) for _ in range(16))), torch.randn(16, 64, 32)
 
 
 LINK = CPU.link or 0.0
@@ -81,8 +70,7 @@ def test_what_waits_for_a_link() -> None:
 )
 def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peak, time and bytes on the host are those of real tensors; exact gradients are the baseline's."""
-    low, baseline = planner().least(error), planner().fixed + planner().costs.baseline.peak
-    plan = planner().plan((low + share * (baseline - low)) / GIB, error)
+    plan = halfway(planner(), error, share)
     assert any("offloaded" in group.policy for group in plan.groups) and plan.host > 0
     assert f"of pinned memory, of {plan.host_gib:g} GiB" in str(plan)
     model, x = made()
