@@ -50,7 +50,6 @@ HEAD = ("site", "activation", "count", "mean", "deviation")
 
 @pytest.fixture
 def models(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command line in a folder with the models above."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "calibrated_models", raising=False)
     Path("calibrated_models.py").write_text(MODEL, "utf-8")

@@ -174,7 +174,6 @@ PICTURES = {
 
 @pytest.mark.parametrize("arguments", PICTURES)
 def test_plot(arguments: str, command: Command) -> None:
-    """The same picture has the same bytes."""
     put(FITS / "a.json", record("a"))
     put(FITS / "b.json", record("b", "sigmoid", even=True))
     picture = PICTURES[arguments]

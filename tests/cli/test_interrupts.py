@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,10 +18,9 @@ import pytest
 
 import fitact.cli.tables
 from fitact.base.files import PREFIX
-from fitact.cli import main
-from tests.support.commands import MODEL
+from tests.conftest import ROOT, Command
+from tests.support.commands import MODEL, put, tree
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "fit": ["fit", "--fn", "tanh", "--bits", "1", "--bits", "2"],
     "codegen": ["codegen"],
@@ -50,9 +50,16 @@ sys.exit(main())
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _not_ignored() -> Iterator[None]:
+    """Let commands hear Ctrl-C even where a shell has started the tests in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with three fits and a model, and the current one."""
     monkeypatch.chdir(tmp_path)
     return prepared(tmp_path)
 
@@ -65,28 +72,16 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def start(command: str) -> subprocess.Popen[str]:
-    """Start a command; return once it is ready for an interrupt."""
-    arguments = [sys.executable, "-c", ENTRY, *COMMANDS[command]]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_as_soon_as_it_is_ready(command: str, folder: Path) -> None:
-    before = contents(folder)
-    with start(command) as process:
+    before = tree()
+    arguments = [sys.executable, "-c", ENTRY, *COMMANDS[command]]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "fitact: interrupted\n")
-    assert contents(folder) == before
+    assert tree() == before
 
 
 def run(
@@ -133,7 +128,7 @@ def test_at_a_random_moment(command: str, tmp_path: Path) -> None:
         early = status == -sign or (status in (1, 130) and "KeyboardInterrupt" in err)
         assert early or (status, err) in ((130, "fitact: interrupted\n"), (0, ""))
         assert run(command, folder) == (0, "")
-        assert contents(folder) == contents(undisturbed)
+        assert tree(folder) == tree(undisturbed)
 
 
 @pytest.mark.full
@@ -168,14 +163,13 @@ Watched()
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_at_once(moment: str, folder: Path) -> None:
-    for name in ("a.py", "b/x.py"):
-        (folder / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "folder" / name).write_text("old")
-    before = contents(folder)
+    for name in ("a.py", "b/d/x.py"):
+        put(f"folder/{name}", "old")
+    before = tree()
     code = f"{START}{MOMENTS[moment]}\nprint('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "fitact: interrupted\n")
-    assert contents(folder) == before
+    assert tree() == before
 
 
 def test_ignored_where_the_shell_ignores_it(folder: Path) -> None:
@@ -188,15 +182,14 @@ def test_ignored_where_the_shell_ignores_it(folder: Path) -> None:
     assert "tanh_output" in done.stdout
 
 
-def test_one_line_where_it_is_raised(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_where_it_is_raised(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a program that calls the command line itself, and has Python's own handler."""
 
     def stop() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fitact.cli.tables, "catalog", stop)
-    assert main(["show"]) == 130
-    assert capsys.readouterr() == ("", "fitact: interrupted\n")
+    assert command("show") == (130, "", "fitact: interrupted\n")
 
 
 def test_the_entry_is_that_of_the_package() -> None:

@@ -42,8 +42,6 @@ def sites(conversion: Conversion) -> dict[str, str | None]:
 
 
 class Holds(nn.Module):
-    """Holds an activation as an attribute."""
-
     def __init__(self, activation: Any) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(16, 64), activation, nn.Linear(64, 16)
@@ -302,7 +300,6 @@ LEFT: list[tuple[nn.Module, str | None]] = [
     ("activation", "reason"), LEFT, ids=[f"{i}-{type(each).__name__}" for i, (each, _) in enumerate(LEFT)]
 )
 def test_left_alone(activation: nn.Module, reason: str | None) -> None:
-    """What is no activation is not even named."""
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.GELU())
     *named, replaced = fitact.convert(model, "fewbit")
     assert [(site.name, site.after) for site in named] == [("1", None)] * (reason is not None)
@@ -531,7 +528,6 @@ def test_models_without_activations() -> None:
 
 
 def test_nothing_to_replace_or_to_save() -> None:
-    """A report says so."""
     model = mlp(nn.GELU())
     report = fitact.convert(model, "output", example_inputs=X)
     assert not report.replaced and report.sites[0].reason.startswith("output: nothing is shipped for gelu; if ")
@@ -718,8 +714,6 @@ def test_what_chance_leaves_out(draw: Callable[[], Any], blocks: int, exclude: l
 
 
 def test_two_activations_of_one_tensor() -> None:
-    """Replacing either alone gains nothing."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.up(x)
         return self.drop(self.a(x)) + self.drop(self.b(x))
@@ -742,7 +736,6 @@ BETWEEN: list[Callable[[], nn.Module]] = [
 
 
 def stack(seed: int) -> nn.Sequential:
-    """Return layers at random."""
     pick = random.Random(seed).choice
     return nn.Sequential(nn.Linear(64, 64), *(pick(options)() for _ in range(5) for options in (ACTS, BETWEEN)))
 
@@ -826,8 +819,7 @@ def test_compiled(activation: Callable[[], Any], method: str) -> None:
     model, x = Holds(activation()), torch.randn(500, 16, requires_grad=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     baseline = compiled(x)
-    given = fitact.convert(compiled, method, example_inputs=x) if method == "fewbit" else None
-    assert given is None or given.replaced
+    assert method != "fewbit" or fitact.convert(compiled, method, example_inputs=x).replaced
     fitact.convert(compiled, method)
     eager, traced = model(x), compiled(x)
     assert torch.equal(eager, traced)
@@ -881,7 +873,7 @@ def test_the_error_of_the_gradient(dry_run: bool) -> None:
         vectors.append(torch.cat([each.double().flatten() for each in gradients]))
     baseline, found = vectors
     gradient = conversion.gradient
-    assert gradient is not None and gradient.error is not None and gradient.note == ""
+    assert gradient.note == ""
     assert gradient.error == pytest.approx(float((found - baseline).norm() / baseline.norm()), rel=1e-6)
     assert gradient.cosine == pytest.approx(float(found @ baseline / found.norm() / baseline.norm()), rel=1e-9)
     assert 1e-3 < gradient.error < 0.2
@@ -892,14 +884,14 @@ def test_the_error_of_the_gradient(dry_run: bool) -> None:
 def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
     x = torch.randn(512, 16)
     conversion = fitact.convert(mlp(nn.Hardtanh()), "fewbit", example_inputs=x, gradients=True)
-    assert conversion.replaced and conversion.gradient is not None and conversion.gradient.error == 0
+    assert conversion.replaced and conversion.gradient.error == 0
     assert str(conversion).endswith("the gradient equals the baseline's, bit for bit")
 
     def run(model: nn.Module) -> None:
         model(x)
 
     nothing = fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=run, gradients=True).gradient
-    assert nothing is not None and nothing.error is None and nothing.note
+    assert nothing.error is None and nothing.note
 
 
 class NamedCall(Holds):

@@ -316,28 +316,18 @@ def test_generated_activations_are_activations() -> None:
     assert saved.by_operation() == {"fitact.forward": 8192 * 3 // 8}
 
 
-@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_kernels_of_a_gpu(fake: bool) -> None:
-    """Dropout saves a byte an element; fused attention saves no scores, with dropout too."""
-    mode: Any = FakeTensorMode() if fake else nullcontext()
-    with mode:
-        x = torch.randn(10, 100, dtype=HALF, requires_grad=True)
-        q = torch.randn(2, 4, 64, 16, dtype=HALF, requires_grad=True)
-        with gpu_kernels(), count_saved() as dropped:
-            y = F.dropout(x, 0.25)
-        with gpu_kernels(), count_saved() as attended:
-            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
-        with count_saved() as untouched:
-            F.dropout(x, 0.25)
-    assert dropped.bytes == 1000
-    assert attended.bytes == 2 * q.nbytes + 2 * 4 * 64 * 4
-    assert untouched.bytes == 2000
-    if not fake:
-        scaled = x / 0.75
-        assert torch.all((y == 0) | ((y - scaled).abs() <= 0.02 * scaled.abs()))
-        assert 0.5 < (y != 0).float().mean() < 0.9
-        with gpu_kernels():
-            assert torch.equal(nn.Dropout(0.5).eval()(x), x)
+def test_dropout_of_a_gpu() -> None:
+    """Its numbers are right within those of the mask's byte; outside of the context it is PyTorch's own."""
+    x = torch.randn(10, 100, dtype=HALF, requires_grad=True)
+    with gpu_kernels(), count_saved() as dropped:
+        y = F.dropout(x, 0.25)
+        assert torch.equal(nn.Dropout(0.5).eval()(x), x)
+    with count_saved() as untouched:
+        F.dropout(x, 0.25)
+    assert (dropped.bytes, untouched.bytes) == (1000, 2000)
+    scaled = x / 0.75
+    assert torch.all((y == 0) | ((y - scaled).abs() <= 0.02 * scaled.abs()))
+    assert 0.5 < (y != 0).float().mean() < 0.9
 
 
 class Live(TorchDispatchMode):
@@ -395,43 +385,6 @@ def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | No
         counts.append(saved.bytes)
         assert saved.bytes - inside == alive(subject, name, autocast), fake
     assert counts[0] == counts[1]
-
-
-X, Y = 16, 64  # MiB of a tensor of hidden size and of four times that
-# what is frozen, what is saved with each method, and by the compiler with each budget; codes take k bits, or 1 bit
-METHODS, BUDGETS = ("baseline", "fewbit3", "fewbit1", "inverted"), (1.0, 0.95, 0.7)
-SETTINGS: dict[str, tuple[str, tuple[str, ...], list[list[int]], list[list[int]]]] = {
-    # y, which the down-projection saves, and x
-    "GELU, all trained": (
-        *("gelu_mlp", ()),
-        [[Y, Y, X], [Y, X, 12], [Y, X, 4], [Y, X, 4]],
-        [[Y, Y, X], [Y, X], [Y, X]],
-    ),
-    "GELU, down-projection frozen": (
-        *("gelu_mlp", ("down.*",)),
-        [[Y, X], [X, 12], [X, 4], [Y, X, 4]],
-        [[Y, X], [X], [X]],
-    ),
-    "SwiGLU, all trained": (
-        *("swiglu_mlp", ()),
-        [[Y, Y, Y, Y, X], [Y, Y, Y, X, 12], [Y, Y, Y, X, 4], [Y, Y, Y, X, 4]],
-        [[Y, Y, Y, X], [Y, Y, X], [Y, Y, X]],
-    ),
-}
-
-
-def sizes_of(saved: Saved) -> list[int]:
-    """Return the sizes of what is saved, in MiB, the largest first."""
-    return sorted((one.nbytes() // MIB for one in saved.storages.values() if one.nbytes()), reverse=True)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_and_rivals(setting: str) -> None:
-    name, freeze, eager, graphs = SETTINGS[setting]
-    source = from_callable(getattr(models_reference, name))
-    subject = prepare(source, Training(freeze=freeze), batch=2, seq=4096)
-    assert [sizes_of(saved_by(subject, method)) for method in METHODS] == eager
-    assert [sizes_of(one.saved) for one in compiled(replace(subject, device="cpu"), BUDGETS)] == graphs
 
 
 COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0), ("swiglu_mlp", 0.3), ("gelu_block", 0.7), ("bert", 1.0)]
@@ -495,18 +448,6 @@ def test_traffic_of_one_operation() -> None:
     with FakeTensorMode():  # which is asked for its device, by its own operations too
         z = torch.randn(100, 10)
         assert work_of(lambda: z + z.mul(2)).traffic == 4 * 5 * 1000
-
-
-def test_what_candidates_run_again() -> None:
-    """Of an MLP all but its last product, for nothing needs that; selectively, no product at all."""
-    report = measure(models_reference.gelu_mlp, batch=2, seq=4096, budgets=(1.0, 0.7, 0.3))
-    rows = {row.name: row for row in report.rows}
-    assert rows["checkpointing, full"].flops == 0.5
-    assert rows["checkpointing, selective"].flops == 0.0
-    assert rows["checkpointing, full"].traffic > rows["checkpointing, selective"].traffic > 0
-    assert rows["saving, exact"].flops == 0.0 < rows["saving, exact"].traffic
-    assert rows["saving, exact"].bytes < rows["checkpointing, selective"].bytes
-    assert [rows[f"compiler, budget {budget:g}"].flops for budget in (1.0, 0.7, 0.3)] == [0.0, 0.0, 0.5]
 
 
 def quadratic(batch: int = 2, seq: int = 8) -> tuple[nn.Module, torch.Tensor]:

@@ -18,8 +18,6 @@ aten = torch.ops.aten
 
 
 class Seen(OperationMode):
-    """Notes operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Any] = []

@@ -72,8 +72,6 @@ class Block(nn.Module):
 
 
 class Squared(nn.Sequential):
-    """Layers, and a loss."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).float().square().mean()
 
@@ -109,7 +107,6 @@ def step(model: nn.Module, inputs: Inputs, autocast: torch.dtype | None = None) 
 
 
 def results(model: nn.Module, inputs: Inputs, autocast: torch.dtype | None = None) -> list[Tensor | None]:
-    """Return the loss and the gradients of a step."""
     found = [step(model, inputs, autocast), *(each.grad for each in model.parameters())]
     model.zero_grad(set_to_none=True)
     return found
@@ -149,7 +146,6 @@ def halfway(planner: Planner, error: str, share: float = 0.5) -> Plan:
 
 
 def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str, share: float) -> Plan:
-    """Plan, apply, compare, revert."""
     assert not planner.plan(planner.least(error) * (1 - 1e-3) / GIB, error).fits
     plan = halfway(planner, error, share)
     assert any(group.policy != "baseline" for group in plan.groups)

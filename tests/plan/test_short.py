@@ -18,8 +18,6 @@ EXACT, ROUNDING = POLICIES["exact"], POLICIES["rounding"]
 
 
 class Repeated(Block):
-    """A block that may run several times."""
-
     times = 1
 
     def forward(self, x: Tensor) -> Tensor:
