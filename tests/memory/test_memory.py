@@ -54,21 +54,15 @@ from tests.support.commands import MODEL
 from tests.support.peak import peak_memory
 from tests.support.processes import python
 from tests.support.rows import full
-from tests.support.saving import cast
+from tests.support.saving import cast, saved_bytes_of
 
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "activation_memory.json").read_text())
 MIB = 2**20
 HALF = torch.bfloat16
-CANDIDATES = {
-    "baseline": BASELINE,
-    "inverted": Policy("", method="inverted"),
-    "output": Policy("", method="output"),
-    **{f"fewbit{bits}": Policy("", method="fewbit", bits=bits) for bits in (3, 1)},
-    "relumix2": Policy("", method="relumix", bits=2),
-    "full": FULL,
-    "selective": SELECTIVE,
-    **{f"saving, {error}": POLICIES[error] for error in ERRORS},
-}
+METHODS = [("fewbit", 3), ("fewbit", 1), ("relumix", 2), ("inverted", None), ("output", None)]
+CANDIDATES = {"baseline": BASELINE, "full": FULL, "selective": SELECTIVE}
+CANDIDATES |= {f"{method}{bits or ''}": Policy("", method=method, bits=bits) for method, bits in METHODS}
+CANDIDATES |= {f"saving, {error}": POLICIES[error] for error in ERRORS}
 # Small models of every family; the bytes of a real one are counted too.
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
 TEXT = LAYERS | {"vocab_size": 99}
@@ -272,26 +266,15 @@ def test_by_module_by_operation_by_kind() -> None:
 
     layer = nn.Sequential(OrderedDict(up=nn.Linear(8, 8), act=nn.GELU(), norm=nn.LayerNorm(8)))
     model = built(forward, layers=nn.ModuleList(copy.deepcopy(layer) for _ in range(3)))
-    x = torch.randn(100, 8)
-
     with gpu_kernels(), count_saved(model, detail=True) as saved:
-        model(x)
+        model(torch.randn(100, 8))
     full = 100 * 8 * 4
     # x is saved by the linear layer first, and by the product after; the first x has no gradient
-    assert saved.by_operation() == {
-        "linear": 3 * full,
-        "gelu": 3 * full,
-        "layer_norm": 3 * (full + 2 * 400),
-        "mul": 2 * full,
-        "softmax": full,
-        "dropout": full // 4,
-    }
-    assert saved.by_module() == {
-        "layers.*.up": 3 * full,
-        "layers.*.act": 3 * full,
-        "layers.*.norm": 3 * (full + 2 * 400),
-        "": 3 * full + full // 4,
-    }
+    last = {"mul": 2 * full, "softmax": full, "dropout": full // 4}
+    norms = 3 * (full + 2 * 400)
+    assert saved.by_operation() == {"linear": 3 * full, "gelu": 3 * full, "layer_norm": norms} | last
+    layers = {"layers.*.up": 3 * full, "layers.*.act": 3 * full, "layers.*.norm": norms}
+    assert saved.by_module() == layers | {"": 3 * full + full // 4}
     assert saved.by_kind("layers.1") == {"norm": full + 800, "linear": full, "activation": full}
     assert saved.by_kind()["product"] == 2 * full
     assert sum(saved.by_kind().values()) == saved.bytes
@@ -394,21 +377,16 @@ COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0), ("swiglu_mlp", 0.3), ("gelu_
 def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     """Beside what a program that Inductor made holds while it runs; without dropout, which differs on a CPU."""
     torch._dynamo.reset()
-    found = []
-    for fake in (True, False):
-        if name == "bert":
-            subject = small("bert", fake=fake, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        else:
-            source = from_callable(getattr(models_reference, name))
-            subject = prepare(source, batch=2, seq=256, dtype=HALF, fake=fake)
-        if fake:
-            (one,) = compiled(replace(subject, device="cpu"), [budget])
-            found.append(one.saved.bytes)
-            continue
-        with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(subject.model) as saved:
-            torch.compile(subject.model)(*subject.call.args, **subject.call.kwargs)
-        found.append(saved.bytes)
-    assert found[0] == found[1]
+    if name == "bert":
+        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        fake, real = (small("bert", fake=fake, **none) for fake in (True, False))
+    else:
+        source = from_callable(getattr(models_reference, name))
+        fake, real = (prepare(source, batch=2, seq=256, dtype=HALF, fake=fake) for fake in (True, False))
+    (found,) = compiled(replace(fake, device="cpu"), [budget])
+    with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(real.model) as saved:
+        torch.compile(real.model)(*real.call.args, **real.call.kwargs)
+    assert found.saved.bytes == saved.bytes
 
 
 def test_codes_under_the_compiler() -> None:
@@ -493,12 +471,8 @@ def test_attention_of_pytorchs_own_modules() -> None:
     """They give all arguments by place. With dropout, a GPU saves what it saves without."""
 
     def saved_bytes(p: float) -> int:
-        layer = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True)
-        x = torch.randn(2, 8, 32)
-        with count_saved(layer) as saved:
-            hold, _ = layer(x, x, x, need_weights=False)
-        assert hold.requires_grad
-        return saved.bytes
+        layer, x = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True), torch.randn(2, 8, 32)
+        return saved_bytes_of(layer, lambda: layer(x, x, x, need_weights=False))
 
     composed = saved_bytes(0.3)
     with gpu_kernels():
@@ -518,19 +492,14 @@ def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     assert fixed + peak == pytest.approx(tracked, rel=0.01, abs=subject.call.args[0].nbytes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "block", "count"),
-    [
-        ("bert", "BertLayer", 2),
-        ("llama", "LlamaDecoderLayer", 2),
-        ("gpt2", "GPT2Block", 2),
-        ("vit", "ViTLayer", 2),
-        ("resnet", "ResNetBottleNeckLayer", 7),
-    ],
-)
-def test_blocks(kind: str, block: str, count: int) -> None:
+BLOCKS = {"bert": "BertLayer", "llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "vit": "ViTLayer"}
+BLOCKS["resnet"] = "ResNetBottleNeckLayer"
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks(kind: str) -> None:
     blocks = blocks_of(small(kind, fake=True).model)
-    assert [type(module).__name__ for _, module in blocks] == [block] * count
+    assert [type(module).__name__ for _, module in blocks] == [BLOCKS[kind]] * (7 if kind == "resnet" else 2)
 
 
 def test_blocks_that_are_plain_containers() -> None:
@@ -564,8 +533,7 @@ def test_frozen_parts_are_not_counted_as_gradients() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    subject = small("gpt2", fake=True)
-    model = subject.model
+    model: Any = small("gpt2", fake=True).model
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -682,18 +650,14 @@ def test_table_of_the_alternatives(command: Command, tmp_path: Path) -> None:
         assert row.split(" | ") == [cell(rows[name]) for name in columns], line
 
 
+MISSING = [("--hf bert", "transformers"), ("--timm resnet50", "timm"), ("mine:tiny --lora all", "peft")]
+
+
 @pytest.mark.usefixtures("mine")
-@pytest.mark.parametrize(
-    ("line", "package"),
-    [
-        ("memory --hf bert", "transformers"),
-        ("memory --timm resnet50", "timm"),
-        ("memory mine:tiny --lora all", "peft"),
-    ],
-)
+@pytest.mark.parametrize(("line", "package"), MISSING)
 def test_missing_package(command: Command, monkeypatch: pytest.MonkeyPatch, line: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert command(line) == (2, "", f"fitact: {package} is not installed: pip install {package}\n")
+    assert command(f"memory {line}") == (2, "", f"fitact: {package} is not installed: pip install {package}\n")
 
 
 def test_a_model_without_activations() -> None:
@@ -736,18 +700,14 @@ def test_a_model_that_the_compiler_cannot_trace() -> None:
 
 
 def test_report_is_a_record() -> None:
-    report, again = (measure(models_reference.gelu_mlp, batch=2, seq=4096) for _ in range(2))
-    assert again == report
-    assert again.to_json() == report.to_json()
+    shares: list[float] = []
+    report = measure(models_reference.gelu_mlp, batch=2, seq=4096, progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
+    again = measure(models_reference.gelu_mlp, batch=2, seq=4096)
+    assert again == report and again.to_json() == report.to_json()
     assert sum(report.block.values()) == report.rows[0].bytes == sum(report.operations.values())
     for row in report.rows:
         assert sum(row.kinds.values()) == row.bytes
-
-
-def test_progress_is_told() -> None:
-    shares: list[float] = []
-    measure(models_reference.gelu_mlp, progress=shares.append)
-    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
 
 
 @pytest.mark.parametrize(
