@@ -269,23 +269,14 @@ def test_numbers_that_are_not_real() -> None:
     assert torch.equal(model(x), expected)
 
 
-def hooked() -> nn.Module:
-    act = nn.GELU()
-    act.register_forward_hook(lambda *_: None)
-    return act
-
-
-def patched() -> nn.Module:
-    act = nn.GELU()
-    vars(act)["forward"] = F.silu
-    return act
-
-
+HOOKED, PATCHED = nn.GELU(), nn.GELU()
+HOOKED.register_forward_hook(lambda *_: None)
+vars(PATCHED)["forward"] = F.silu
 UNKNOWN = "nothing is shipped for it: fit its formula, and pass replace={its class: yours}"
 LEFT: list[tuple[nn.Module, str | None]] = [
     (nn.PReLU(), "parameters are learned"),
-    (patched(), "its forward is not that of its class"),
-    (hooked(), "hooks"),
+    (PATCHED, "its forward is not that of its class"),
+    (HOOKED, "hooks"),
     (nn.ReLU(inplace=True), "in place"),
     *((each, UNKNOWN) for each in (nn.RReLU(), nn.LeakyReLU(0.2), nn.LeakyReLU("0.01"), nn.Hardtanh(-2.0, 2.0))),
     *((each, UNKNOWN) for each in (nn.Softplus(2.0), nn.Softplus(threshold=1.0), nn.GELU(approximate="asdf"))),

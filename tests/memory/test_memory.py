@@ -76,7 +76,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 SMALL["deepseek_v3"] = TEXT | RANKS | {"first_k_dense_replace": 2}  # casts to float32 and back
-IMAGES = {"resnet": 32}
 
 
 def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
@@ -85,7 +84,7 @@ def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
 
 
 def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> Subject:
-    source = hugging_face(kind, SMALL[kind] | more, image=IMAGES.get(kind))
+    source = hugging_face(kind, SMALL[kind] | more, image=32 if kind == "resnet" else None)
     return prepare(source, batch=4, seq=24, dtype=dtype, fake=fake)  # hidden states large enough to be quantised
 
 

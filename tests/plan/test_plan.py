@@ -472,20 +472,12 @@ def test_blocks_that_are_named() -> None:
     assert named.least("exact") <= whole.least("exact")
 
 
-class Reading(nn.Module):
-    """A block that reads what those before it have left in a list, which grows where one runs again."""
+def test_policies_that_fail() -> None:
+    """They have no points, and a note says what may be the cause: a list that grows where a block runs again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(64)
-
-    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+    def reading(self: Any, x: Tensor, cache: list[Tensor]) -> Tensor:
         cache.append(x)
         return self.block(torch.stack(cache).exp().mean(0))
-
-
-def test_policies_that_fail() -> None:
-    """They have no points, and a note says what may be the cause."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         cache: list[Tensor] = []
@@ -493,7 +485,8 @@ def test_policies_that_fail() -> None:
             x = layer(x, cache)
         return x.square().mean()
 
-    layers = nn.ModuleList(Reading() for _ in range(4))
+    layer = built(reading, block=Block(64))
+    layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(4))
     model = built(forward, layers=layers, config=SimpleNamespace(use_cache=True))
     planner = fitact.planner(model, example_inputs=torch.randn(99, 64), **GIVEN)
     assert planner.notes[0] == CACHE and all("checkpointed" in note for note in planner.notes[1:])
