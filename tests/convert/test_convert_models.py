@@ -54,8 +54,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     assert logits(model, inputs).requires_grad
     torch.testing.assert_close(logits(model, inputs).detach(), converted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-    remaining = {type(module).__name__ for module in model.modules()} & set(SITES.get(name, ()))
-    assert not remaining
+    assert not {type(module).__name__ for module in model.modules()} & {*SITES.get(name, ())}
     fitact.revert(model)
     with torch.no_grad():
         assert torch.equal(logits(model, inputs), baseline)

@@ -41,11 +41,9 @@ def test_shown(name: str, reports: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
     if hasattr(report, "to_json"):
         stored = json.loads(report.to_json())
-        del stored["schema"]
-        assert stored == found
+        assert stored == {"schema": stored["schema"]} | found
     html = report._repr_html_()
-    whole = re.fullmatch(r"(<table .*</table>)\n<details>.*<pre [^>]*>(.*)</pre></details>", html, re.DOTALL)
-    assert whole is not None
+    whole: Any = re.fullmatch(r"(<table .*</table>)\n<details>.*<pre [^>]*>(.*)</pre></details>", html, re.DOTALL)
     table, text = whole.groups()
     assert unescape(text) == str(report)
     root = ET.fromstring(table.replace("<br>", "<br/>"))
@@ -68,8 +66,8 @@ def test_what_is_drawn(reports: dict[str, Any]) -> None:
     bars = reports["convert"].bars()
     before, after = (sum(values[i] for _, values in bars.rows) for i in (0, 1))
     assert (before, after) == (reports["convert"].saved_before, reports["convert"].saved_after)
-    assert bars.title == f"The model saves {after:,} bytes for backward instead of {before / 2**20:.1f} MiB, " \
-        f"{100 * after / before:.1f} %"  # fmt: skip
+    share = f"{before / 2**20:.1f} MiB, {100 * after / before:.1f} %"
+    assert bars.title == f"The model saves {after:,} bytes for backward instead of {share}"
     assert bars.quantity == "saved for backward in *.<b>&" and "<i>1 ×2" in dict(bars.rows)
     picture = reports["convert"].plot(format="svg").decode()
     for text in (f"saved for backward in *.&lt;b&gt;&amp;, {bars.unit[1]}", "before", "now", "&lt;i&gt;1"):

@@ -36,8 +36,7 @@ class Marked(nn.Module):
         if self.mark is _reads:
             x.mul_(1.5)
         x = nn.functional.dropout(x, 0.1)
-        y: Tensor = self.fc2(self.act(self.norm(self.fc1(x)))) * torch.sigmoid(x)
-        return y + self.seen
+        return self.fc2(self.act(self.norm(self.fc1(x)))) * torch.sigmoid(x) + self.seen
 
 
 def _doubled(*given: Any) -> Any:
