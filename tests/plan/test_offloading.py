@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.base import UsageError
 from fitact.planning import GIB, Planner
 from fitact.runtime.choose import BASELINE, FULL, MOVED, POLICIES, measure_costs
 from fitact.runtime.measure import Meter, MeteredLink, copied
@@ -117,12 +116,3 @@ def test_more_memory_of_the_host_is_no_slower() -> None:
     assert all(b.seconds <= a.seconds * 1.001 for a, b in pairwise(plans))
     assert plans[-1].seconds < plans[0].seconds
     assert MOVED.name in {point.name for point in planner().plan(gib, "exact", front=True).points}
-
-
-def test_a_device_without_a_link() -> None:
-    model, x = made()
-    with pytest.raises(UsageError, match="CPU of a test has no link to a host whose speed is known"):
-        fitact.plan(model, gib=1, host_gib=1, example_inputs=x, device=replace(CPU, link=None))
-    for given, message in (({"host_gib": -1}, "host_gib: expected"), ({"fsdp": 0}, "fsdp: expected")):
-        with pytest.raises(UsageError, match=message):
-            fitact.plan(model, gib=1, example_inputs=x, device=CPU, **given)  # type: ignore[arg-type]

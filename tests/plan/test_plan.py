@@ -314,7 +314,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_wrong_arguments() -> None:
-    model, x = stack()
+    (model, x), unlinked = stack(), dataclasses.replace(CPU, link=None)
     for given, message in (
         ({"gib": -1}, "gib"),
         ({"gib": 0}, "gib: expected a number above 0, 1.04858e\\+06 or less, got 0"),
@@ -324,6 +324,9 @@ def test_wrong_arguments() -> None:
         ({"device": "abacus"}, "expected a100"),
         ({"optimizer": "lion"}, "expected adamw"),
         ({"autocast": "int8"}, "autocast"),
+        ({"host_gib": -1}, "host_gib: expected"),
+        ({"fsdp": 0}, "fsdp: expected"),
+        ({"host_gib": 1, "device": unlinked}, "CPU of a test has no link to a host whose speed is known"),
     ):
         with pytest.raises(UsageError, match=message):
             fitact.plan(model, **({"gib": 1, "example_inputs": x} | given))  # type: ignore[arg-type]
