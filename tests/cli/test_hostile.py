@@ -123,9 +123,7 @@ HOSTILE = {
     "sum of roots": balanced([f"sqrt({10**20 + i})" for i in range(70)], "+") + "*x",
     "powers of numbers": balanced(["1.1**70*0.9**70"] * 90, "*") + "*x",
     "product of wheres": balanced([f"where(x>{i},x,1)" for i in range(90)], "*"),
-    "where that doubles": "where(x > 1, A, -A)".replace("A", "where(x > 2, B, 2*B)").replace(
-        "B", "exp(x)*tanh(x)"
-    ),
+    "where that doubles": "where(x > 1, A, -A)".replace("A", "where(x > 2, exp(x)*tanh(x), 2*exp(x)*tanh(x))"),
     "squares that double": "(" * 9 + "x + 1" + ")" * 9 + "".join(f"*(x + {i})" for i in range(50)),
     "long hexadecimal": "0x" + "f" * (MAX_LENGTH - 2),
     "hidden imaginary of x": "sqrt(-1 - x**2)",

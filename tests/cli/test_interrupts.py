@@ -84,9 +84,7 @@ def test_as_soon_as_it_is_ready(command: str, folder: Path) -> None:
     assert tree() == before
 
 
-def run(
-    command: str, folder: Path, stop: tuple[float, int] = (0, 0), largest: int | None = None
-) -> tuple[int, str]:
+def run(command: str, folder: Path, stop: tuple[float, int] = (0, 0), largest: int = 0) -> tuple[int, str]:
     """Run a command in a folder; return its status and errors. No file is left half-written, unless it is killed.
 
     stop: after how many seconds which signal is sent; largest: no file of it may have more bytes.

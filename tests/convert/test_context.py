@@ -1,6 +1,7 @@
 """`convert` without a method: what is reported, and that the model stays the same but for what it saves."""
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
@@ -42,16 +43,10 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm(x)))
 
 
-class Model(nn.Module):
+class Model(nn.Sequential):
     def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        layers = nn.Sequential(*(Block(dropout) for _ in range(2)))
+        super().__init__(OrderedDict(layers=layers, head=nn.Linear(WIDTH, 4)))
 
 
 def linear() -> nn.Linear:
@@ -106,9 +101,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "calls": lambda: built(calls, act=nn.LeakyReLU(), up=nn.Linear(WIDTH, HIDDEN), down=nn.Linear(HIDDEN, WIDTH)),
     "parametrised": parametrised,
     "transformer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, batch_first=True),
-    "rotary": lambda: built(
-        rotary, linear=linear(), weight=nn.Parameter(torch.randn(WIDTH // 2).to(torch.cfloat))
-    ),
+    "rotary": lambda: built(rotary, linear=linear(), weight=nn.Parameter(torch.randn(16) + 0j)),
     "in place": lambda: built(in_place, norm=nn.LayerNorm(WIDTH), linear=linear()),
     "DyT": lambda: nn.Sequential(linear(), dyt(), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 4)),
     "learned": lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.PReLU(64), nn.Linear(64, 4)),

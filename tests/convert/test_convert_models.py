@@ -22,12 +22,9 @@ from tests.support.shared import shared
 HALF = torch.bfloat16
 SITES = {
     "bert": {"GELUActivation": ("gelu", 3)},  # one of them in the head
-    "roberta": {"GELUActivation": ("gelu", 2)},
     "gpt2": {"NewGELUActivation": ("gelu_tanh", 2)},
-    "vit": {"GELUActivation": ("gelu", 2)},
-    "llama": {"SiLUActivation": ("silu", 2)},
-    "mistral": {"SiLUActivation": ("silu", 2)},
-    "qwen2": {"SiLUActivation": ("silu", 2)},
+    **{name: {"GELUActivation": ("gelu", 2)} for name in ("roberta", "vit")},
+    **{name: {"SiLUActivation": ("silu", 2)} for name in ("llama", "mistral", "qwen2")},
     "vit_tiny_patch16_224": {"GELU": ("gelu", 2)},
 }
 

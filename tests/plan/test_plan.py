@@ -389,10 +389,7 @@ def test_gradients_that_accumulate() -> None:
         assert peak == pytest.approx(found.peak, rel=0.01)
         fitact.revert(model)
         model.zero_grad(set_to_none=True)
-    once, trained = (
-        fitact.planner(model, example_inputs=x, device=CPU, optimizer="none", ddp=True),
-        found.gradients,
-    )
+    once, trained = fitact.planner(model, example_inputs=x, **GIVEN, ddp=True), found.gradients
     assert once.fixed == made.fixed == 2 * trained and once.plan(1, "exact").gradients == 2 * trained
     with pytest.raises(UsageError, match="fsdp 2, ddp: expected one of them"):
         fitact.planner(model, example_inputs=x, ddp=True, fsdp=2)
