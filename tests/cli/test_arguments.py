@@ -10,14 +10,14 @@ from torch import nn
 
 import fitact
 from fitact.base import UsageError
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.methods import fewbit, inverted, relumix
-from fitact.runtime.choose.compare import measure
-from fitact.runtime.measure.prepare import Training
+from fitact.runtime.choose import measure
+from fitact.runtime.measure import Training, hugging_face, timm_model
 from fitact.runtime.measure.reference import gelu_mlp
-from fitact.runtime.measure.sources import hugging_face, timm_model
 
 NO_BITS = (3.0, True, False, "3", [3], (3,), math.nan, np.float64(3), np.True_, 0.5, -1)
+NO_BUDGETS = (math.nan, math.inf, -0.5, 1.5, True, "1", None)
 NO_IMAGES = (0, -1, 1.5, 2.0, True, "2", math.nan, math.inf, [2])
 NO_SIZES = (*NO_IMAGES, None)
 
@@ -37,10 +37,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
     "measure(all bits)": (lambda bits: measure(gelu_mlp, bits=bits), (3, "3", None)),
     "measure(batch)": (lambda batch: measure(gelu_mlp, batch=batch), NO_SIZES),
     "measure(seq)": (lambda seq: measure(gelu_mlp, seq=seq), NO_SIZES),
-    "measure(budgets)": (
-        lambda one: measure(gelu_mlp, budgets=(one,)),
-        (math.nan, math.inf, -0.5, 1.5, True, "1", None),
-    ),
+    "measure(budgets)": (lambda budget: measure(gelu_mlp, budgets=(budget,)), NO_BUDGETS),
     "measure(all budgets)": (lambda budgets: measure(gelu_mlp, budgets=budgets), (0.5, "1", None)),
     "Training(rank)": (lambda rank: Training(rank=rank), NO_SIZES),
     "hugging_face(image)": (lambda image: hugging_face("vit", image=image), NO_IMAGES),

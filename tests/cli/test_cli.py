@@ -1,7 +1,5 @@
 """The command line: what each command makes, in an empty folder."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -19,9 +17,9 @@ from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import again
 from fitact.fitter.numerics import Weight
-from fitact.fitter.records.reading import read
+from fitact.fitter.records import read
 from tests.conftest import ROOT, Command
-from tests.support.commands import FITS, files, put, record, tree
+from tests.support.commands import FITS, MODEL, files, put, record, tree
 from tests.support.refusals import within
 from tests.support.rows import full
 
@@ -37,8 +35,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def cells(line: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
-
-# ---------------------------------------------------------------------------------------------------------- fit
 
 STEPS = ["bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|"]
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -152,9 +148,6 @@ def test_warnings_are_one_line_each_and_no_failure(command: Command) -> None:
     assert second.startswith("fitact: warning: beyond the domain -10 10 the derivative of relu2")
 
 
-# --------------------------------------------------------------------------------------------------------- plot
-
-
 def is_picture(path: str) -> None:
     data = Path(path).read_bytes()
     if path.lower().endswith(".png"):
@@ -181,7 +174,6 @@ PICTURES = {
 
 @pytest.mark.parametrize("arguments", PICTURES)
 def test_plot(arguments: str, command: Command) -> None:
-    """The same picture has the same bytes."""
     put(FITS / "a.json", record("a"))
     put(FITS / "b.json", record("b", "sigmoid", even=True))
     picture = PICTURES[arguments]
@@ -190,9 +182,6 @@ def test_plot(arguments: str, command: Command) -> None:
         is_picture(picture)
         first = Path(picture).read_bytes()
     assert Path(picture).read_bytes() == first
-
-
-# ------------------------------------------------------------------------------------------------------ codegen
 
 
 @pytest.mark.parametrize("line", ["codegen", "codegen --check", "plot"])
@@ -296,18 +285,6 @@ def test_named_fits_remove_no_others(package: Path, command: Command) -> None:
     assert command("codegen three.json --check")[0] == command("codegen generated/fits/one.json --check")[0] == 0
 
 
-# --------------------------------------------------------------------------------------------------- help, show
-
-MODEL = """
-import torch
-
-def tiny(batch):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    model.add_module("act", torch.nn.GELU())
-    return model, torch.randn(batch, 8)
-"""
-
-
 @pytest.mark.parametrize("words", [(), *((name,) for name in cli.commands)], ids=" ".join)
 def test_help(words: tuple[str, ...], command: Command) -> None:
     found = [command(" ".join([*words, flag])) for flag in ("--help", "-h")]
@@ -404,16 +381,14 @@ def test_show(thing: str, command: Command) -> None:
     assert status == 0
     for shown in SHOWN[thing].split("|"):
         head, _, words = shown.partition(": ")
-        assert any(line.strip().startswith(head) and words in line for line in out.splitlines()) or (
-            shown in out
-        ), shown
+        found = any(line.strip().startswith(head) and words in line for line in out.splitlines())
+        assert found or shown in out, shown
 
 
 def test_show_fits_side_by_side(command: Command) -> None:
     assert command("fit --fn tanh --bits 1 --bits 2")[0] == 0
-    header, one, two = command("show generated/fits/tanh_fewbit1.json generated/fits/tanh_fewbit2.json")[
-        1
-    ].splitlines()
+    _, out, _ = command("show generated/fits/tanh_fewbit1.json generated/fits/tanh_fewbit2.json")
+    header, one, two = out.splitlines()
     assert header.split() == STEPS
     assert one.split()[:3] == ["tanh_fewbit1", "1", "0.1583998"]
     assert two.split()[:3] == ["tanh_fewbit2", "2", "0.0319104"]

@@ -11,32 +11,28 @@ from pathlib import Path
 import pytest
 
 from fitact.base import JobError, UsageError, read_text, remove_all, write, write_all
-from tests.conftest import Command
+from tests.conftest import ROOT, Command
+from tests.support.commands import put, tree
 from tests.support.refusals import within
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, devices and locks as POSIX has them")
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def inside(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-# -------------------------------------------------------------------------------------------------------- reading
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def odd(tmp_path: Path) -> Iterator[dict[str, Path]]:
+def odd() -> Iterator[dict[str, Path]]:
     """One of each kind of file that is no regular one."""
-    pipe, folder, place = tmp_path / "pipe.json", tmp_path / "folder.json", tmp_path / "socket.json"
-    os.mkfifo(pipe)
-    folder.mkdir()
+    os.mkfifo("pipe.json")
+    Path("folder.json").mkdir()
+    Path("zero.json").symlink_to("/dev/zero")  # `show` has files whose names end in .json
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(place))
-        yield {"pipe": pipe, "directory": folder, "socket": place, "device": Path("/dev/zero")}
+        listening.bind("socket.json")
+        paths = {"pipe": "pipe", "directory": "folder", "socket": "socket", "device": "zero"}
+        yield {kind: Path(f"{name}.json") for kind, name in paths.items()}
 
 
 READ = """
@@ -47,107 +43,90 @@ print(*(main([command, sys.argv[1]]) for command in ("codegen", "plot", "show"))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "socket", "device"])
-def test_only_regular_files_are_read(kind: str, odd: dict[str, Path], tmp_path: Path) -> None:
+def test_only_regular_files_are_read(kind: str, odd: dict[str, Path]) -> None:
     """By any command; in a process of its own: it would wait for ever, or fill the memory."""
-    path = odd[kind]
-    if kind == "device":  # `show` has files whose names end in .json
-        path = tmp_path / "zero.json"
-        path.symlink_to("/dev/zero")
-    arguments = [sys.executable, "-c", READ, str(path)]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    arguments = [sys.executable, "-c", READ, str(odd[kind])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "2 2 2\n")
     (line,), count = {*done.stderr.splitlines()}, done.stderr.count("\n")
-    assert line.startswith(f"fitact: {path}: cannot be read: ") and count == 3
+    assert line.startswith(f"fitact: {odd[kind]}: cannot be read: ") and count == 3
     if kind in ("pipe", "device"):
         assert line.endswith(f"expected a regular file, this is a {kind}")
 
 
-# -------------------------------------------------------------------------------------------------------- writing
-
-
 @pytest.mark.parametrize("kind", ["pipe", "directory", "socket"])
 def test_only_regular_files_are_replaced(kind: str, odd: dict[str, Path]) -> None:
-    before = odd[kind].stat()
+    before, there = odd[kind].stat(), [*tree()]
     with pytest.raises(JobError, match=f"cannot be written: is a {kind}"):
         write(odd[kind], "text")
-    assert odd[kind].stat().st_ino == before.st_ino
-    assert names(odd[kind].parent) == ["folder.json", "pipe.json", "socket.json"]
+    assert odd[kind].stat().st_ino == before.st_ino and [*tree()] == there
 
 
-def test_a_link_stays_a_link_and_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("old")
-    (tmp_path / "b").symlink_to("a")
-    write(tmp_path / "b", "text")
-    assert (tmp_path / "b").is_symlink()
-    assert (tmp_path / "a").read_text() == read_text(tmp_path / "b", 4) == "text"
+def test_a_link_stays_a_link_and_is_read() -> None:
+    link = Path("b")
+    link.symlink_to(put("a", "old"))
+    write(link, "text")
+    assert link.is_symlink() and Path("a").read_text() == read_text(link, 4) == "text"
     with pytest.raises(UsageError, match="larger than the 3 bytes"):
-        read_text(tmp_path / "b", 3)
+        read_text(link, 3)
 
 
-def test_a_replaced_file_leaves_its_permissions_and_the_user_s_mask_holds(tmp_path: Path) -> None:
+def test_a_replaced_file_leaves_its_permissions_and_the_user_s_mask_holds() -> None:
     for mode in (0o600, 0o664, 0o755):
-        (tmp_path / "a").write_text("old")
-        (tmp_path / "a").chmod(mode)
-        write(tmp_path / "a", "new")
-        assert (tmp_path / "a").read_text() == "new"
-        assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+        file = put("a", "old")
+        file.chmod(mode)
+        write(file, "new")
+        assert file.read_text() == "new" and file.stat().st_mode & 0o777 == mode
     before = os.umask(0o027)
     try:
-        write(tmp_path / "b", "text")
+        write(Path("b"), "text")
     finally:
         os.umask(before)
-    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o640
+    assert Path("b").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "a").write_text("old")
-    (tmp_path / "folder").mkdir()
+def test_a_link_out_of_the_folder_is_refused() -> None:
+    put("other/a", "old")
+    folder = Path("folder")
+    folder.mkdir()
     for name, target in (("a", "../other/a"), ("new", "../other/new"), ("b", "../other")):
-        (tmp_path / "folder" / name).symlink_to(target)
+        (folder / name).symlink_to(target)
+    before = tree()
     for path in ("a", "new", "b/a"):
         with pytest.raises(JobError, match=f"{path}: cannot be changed: is a link out of the folder"):
-            write_all(tmp_path / "folder", {"c": "text", path: "text"})
+            write_all(folder, {"c": "text", path: "text"})
     with pytest.raises(JobError, match="is a link out of the folder"):
-        remove_all(tmp_path / "folder", ["b/a"])
-    assert inside(tmp_path / "other") == {"a": "old"}
-    assert names(tmp_path / "folder") == ["a", "b", "new"]
+        remove_all(folder, ["b/a"])
+    assert tree() == before
 
 
-def test_a_process_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_process_that_fails_leaves_nothing() -> None:
     """Whichever file it is that cannot be written, before any is in its place."""
-    (tmp_path / "a").write_text("old")
-    (tmp_path / "b").mkdir()
+    put("a", "old")
+    Path("b").mkdir()
+    before = tree()
     with pytest.raises(JobError, match="is a directory"):
-        write_all(tmp_path, {"a": "new", "b": "new"})
+        write_all(Path(), {"a": "new", "b": "new"})
     with pytest.raises(UnicodeEncodeError):
-        write_all(tmp_path, {"a": "new", "c": "\ud800"})
-    assert inside(tmp_path) == {"a": "old"}
-    assert names(tmp_path) == ["a", "b"]
+        write_all(Path(), {"a": "new", "c": "\ud800"})
+    assert tree() == before
 
 
-# --------------------------------------------------------------------------------------------------- whole folders
-
-
-NEW = {"a.py": "new", "b/c.py": "new", "b/d/e.py": "new"}
-
-
-def test_a_folder_is_made_replaced_and_removed(tmp_path: Path) -> None:
-    place = tmp_path / "far" / "folder"
-    write_all(place, NEW)
-    assert inside(place) == NEW
-    (place / "mine").write_text("mine")
+def test_a_folder_is_made_replaced_and_removed() -> None:
+    place = Path("far/folder")
+    write_all(place, {"a.py": "new", "b/c.py": "new", "b/d/e.py": "new"})
+    assert [tree(place)[name] for name in ("a.py", "b/c.py", "b/d/e.py")] == [b"new"] * 3
+    put(place / "mine", "mine")
     write_all(place, {"a.py": "newer"})
     remove_all(place, ["b/c.py", "b/d/e.py", "not there"])
-    assert inside(place) == {"a.py": "newer", "mine": "mine"}
-    assert names(place) == ["a.py", "mine"]
+    assert tree(place) == {"a.py": b"newer", "mine": b"mine"}
     (place / "mine").unlink()
     (place / "__pycache__").mkdir()
     remove_all(place, ["a.py"])
-    assert names(tmp_path / "far") == []
+    assert [*Path("far").iterdir()] == []
 
 
-def test_many_processes_write_one_folder(tmp_path: Path) -> None:
+def test_many_processes_write_one_folder() -> None:
     """Every one succeeds, each file is that of one of them in the end, and nothing else is there."""
     code = """
 import sys
@@ -156,25 +135,21 @@ from fitact.base import write_all
 for _ in range(100):
     write_all(Path(sys.argv[1]), dict.fromkeys("ab", sys.argv[2] * 5000))
 """
-    path = tmp_path / "folder"
-    running = [subprocess.Popen([sys.executable, "-c", code, str(path), letter]) for letter in "abcd"]
+    running = [subprocess.Popen([sys.executable, "-c", code, "folder", letter]) for letter in "abcd"]
     assert [process.wait(timeout=120) for process in running] == [0] * 4
-    found = inside(path)
-    assert found.keys() == {"a", "b"} and set(found.values()) <= {letter * 5000 for letter in "abcd"}
+    found = tree(Path("folder"))
+    assert found.keys() == {"a", "b"}
+    assert all(data == data[:1] * 5000 and data[:1] in b"abcd" for data in found.values())
 
 
-# -------------------------------------------------------------------------------------------------------- commands
-
-FIT = Path(__file__).parents[2] / "generated" / "fits" / "tanh_output.json"
+FIT = ROOT / "generated/fits/tanh_output.json"
 ODD = "a\x1b[31m\x07b"  # what a terminal obeys
 UNREADABLE = os.fsdecode(b"a\xffb")  # no UTF-8
 
 
 @pytest.fixture
 def fitted(command: Command) -> Command:
-    """A command line in a folder with a fit and its module."""
-    Path("generated/fits").mkdir(parents=True)
-    Path("generated/fits/tanh_output.json").write_text(FIT.read_text("utf-8"), "utf-8")
+    put("generated/fits/tanh_output.json", FIT.read_text("utf-8"))
     assert command("codegen")[0] == 0
     return command
 
@@ -205,19 +180,17 @@ def test_names_of_files_are_printed_as_plain_text(name: str, fitted: Command) ->
 
 
 @pytest.mark.parametrize(
-    ("configuration", "complaint"),
+    ("text", "complaint"),
     [
         (b"lines.linewidth: 9\naxes.facecolor: red\nfont.size: 30\nsvg.fonttype: none\ntext.usetex: True\n", ""),
         (b"font.size: 30\naxes.grid: perhaps\nno parameter\n", "matplotlibrc"),
     ],
     ids=["valid", "invalid"],
 )
-def test_pictures_are_drawn_under_default_parameters(
-    configuration: bytes, complaint: str, fitted: Command
-) -> None:
+def test_pictures_are_drawn_under_default_parameters(text: bytes, complaint: str, fitted: Command) -> None:
     """In a process of its own, since matplotlib reads its configuration once."""
     assert fitted("plot -o plain.svg")[0] == 0
-    Path("matplotlibrc").write_bytes(configuration)
+    Path("matplotlibrc").write_bytes(text)
     arguments = [sys.executable, "-m", "fitact", "plot", "-o", "own.svg"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert complaint in done.stderr and "Traceback" not in done.stderr and done.returncode == 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,6 +28,14 @@ COMMANDS = {
     "codegen --standalone": ["codegen", "--standalone"],
     "plot": ["plot", "-o", "picture.svg"],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _not_ignored() -> Iterator[None]:
+    """Let commands hear Ctrl-C even where a shell has started the tests in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def prepared(folder: Path) -> Path:

@@ -1,12 +1,9 @@
 """Converting real models, small and with random weights: values, training, and bytes in every setting."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -16,26 +13,20 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.integrations.transformers import register
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import imported
 from tests.support.models import MODELS, QUICK, batch_of, logits, model_of
 from tests.support.rows import full
+from tests.support.saving import cast, saved_bytes_of
 from tests.support.shared import shared
 
 HALF = torch.bfloat16
 SITES = {
     "bert": {"GELUActivation": ("gelu", 3)},  # one of them in the head
-    "roberta": {"GELUActivation": ("gelu", 2)},
     "gpt2": {"NewGELUActivation": ("gelu_tanh", 2)},
-    "vit": {"GELUActivation": ("gelu", 2)},
-    "llama": {"SiLUActivation": ("silu", 2)},
-    "mistral": {"SiLUActivation": ("silu", 2)},
-    "qwen2": {"SiLUActivation": ("silu", 2)},
+    **{name: {"GELUActivation": ("gelu", 2)} for name in ("roberta", "vit")},
+    **{name: {"SiLUActivation": ("silu", 2)} for name in ("llama", "mistral", "qwen2")},
     "vit_tiny_patch16_224": {"GELU": ("gelu", 2)},
 }
-
-
-# ---------------------------------------------------------------------------------------------------- activations
 
 
 @pytest.mark.parametrize("method", ["fewbit", "inverted"])
@@ -49,9 +40,8 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     assert all(site.after or site.reason for site in conversion)
     for before, (activation, count) in SITES.get(name, {}).items():
         found = [site for site in conversion if site.before == before]
-        assert [site.after for site in found] == [
-            f"{activation}_{'fewbit3' if method == 'fewbit' else 'inverted1'}"
-        ] * count
+        suffix = "fewbit3" if method == "fewbit" else "inverted1"
+        assert [site.after for site in found] == [f"{activation}_{suffix}"] * count
     with torch.no_grad():
         converted = logits(model, inputs)
     if name in ("gpt2", "mobilenetv3_small_050"):  # theirs are made of several operations
@@ -61,8 +51,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     assert logits(model, inputs).requires_grad
     torch.testing.assert_close(logits(model, inputs).detach(), converted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-    remaining = {type(module).__name__ for module in model.modules()} & set(SITES.get(name, ()))
-    assert not remaining
+    assert not {type(module).__name__ for module in model.modules()} & {*SITES.get(name, ())}
     fitact.revert(model)
     with torch.no_grad():
         assert torch.equal(logits(model, inputs), baseline)
@@ -71,9 +60,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
 def test_in_place_activations_of_timm() -> None:
     """MobileNet has Hardswish in place, Hardsigmoid gates, and ReLU in place, which saves its output."""
     conversion = fitact.convert(model_of("mobilenetv3_small_050"), "fewbit")
-    counts: dict[tuple[str, str | None], int] = {}
-    for site in conversion:
-        counts[site.before, site.after] = counts.get((site.before, site.after), 0) + 1
+    counts = Counter((site.before, site.after) for site in conversion)
     assert counts[("Hardswish", "hardswish_fewbit3, in place")] > 10
     assert counts[("Hardsigmoid", "hardsigmoid_fewbit1")] > 5
     assert all(after is None for before, after in counts if before == "ReLU")
@@ -87,13 +74,10 @@ def losses(model: nn.Module, name: str, seed: int) -> list[float]:
     found = []
     for step in range(20):
         inputs = batch_of(name, 100 * seed + step, size=16 if convolutions else 4)
-        labels = inputs.get("labels")
         output = model(**inputs)
         if isinstance(output, Tensor):
-            target = (inputs["x"].mean((1, 2, 3)) > 0.5).long()
-            loss = nn.functional.cross_entropy(output, target)
+            loss = nn.functional.cross_entropy(output, (inputs["x"].mean((1, 2, 3)) > 0.5).long())
         else:
-            assert labels is not None
             loss = output.loss
         optimizer.zero_grad()
         loss.backward()
@@ -129,9 +113,6 @@ def test_training_goes_as_before(name: str, way: str) -> None:
     assert difference < noise
 
 
-# ---------------------------------------------------------------------------------------------------------- bytes
-
-
 def lora(model: nn.Module) -> nn.Module:
     peft = imported("peft")
     layers = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
@@ -150,14 +131,6 @@ def frozen(model: nn.Module) -> nn.Module:
     for parameter in parameters[len(parameters) // 2 : -2]:
         parameter.requires_grad_(False)
     return model
-
-
-def saved_bytes(model: nn.Module, inputs: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
-    """Return the bytes that a forward pass saves, of real tensors."""
-    with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext(), count_saved(model) as saved:
-        output = model(**inputs)
-    assert not (output.logits if hasattr(output, "logits") else output).isnan().any()
-    return saved.bytes
 
 
 # the last has parameters in its activations, xIELU
@@ -182,14 +155,14 @@ def test_reports_say_what_is_saved(name: str, setting: str, precision: str) -> N
     dtype = HALF if precision == "autocast" else None
     inputs = batch_of(name, size=8)
     base = SETTINGS[setting](model_of(name))
-    counts = [saved_bytes(copy.deepcopy(base), inputs, dtype)]
-    for given in WAYS:
-        model = copy.deepcopy(base)
-        with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+    with cast(dtype):
+        counts = [saved_bytes_of(base, lambda: base(**inputs))]
+        for given in WAYS:
+            model = copy.deepcopy(base)
             conversion = fitact.convert(model, **given, example_inputs=inputs)
-        counts.append(saved_bytes(model, inputs, dtype))
-        assert (conversion.saved_before, conversion.saved_after) == (counts[0], counts[-1])
-        assert counts[-1] <= counts[0]
+            counts.append(saved_bytes_of(model, lambda model=model: model(**inputs)))
+            assert (conversion.saved_before, conversion.saved_after) == (counts[0], counts[-1])
+            assert counts[-1] <= counts[0]
     assert counts[0] > counts[-3] > counts[-2] > counts[-1]
 
 
@@ -205,21 +178,14 @@ def test_activations_of_a_models_own() -> None:
     assert not fitact.convert(model_of("gpt_oss"), "fewbit", example_inputs=inputs).sites
 
 
-ACTIVATIONS = """
-gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace
-leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu
-"""
-REASONS = {
-    **dict.fromkeys(("gelu_10", "laplace", "sqrtsoftplus", "linear"), "nothing is shipped for it"),
-    "prelu": "its parameters are learned",
-    "xielu": "its parameters are learned",
-}
+REASONS = dict.fromkeys(("gelu_10", "laplace", "sqrtsoftplus", "linear"), "nothing is shipped for it")
+REASONS |= dict.fromkeys(("prelu", "xielu"), "its parameters are learned")
 
 
 def test_every_name_of_transformers() -> None:
     """Each is replaced, or the report says why not."""
     names = imported("transformers").activations.ACT2FN
-    assert {*ACTIVATIONS.split()} <= {*names}
+    assert {*REASONS} <= {*names}
     for name in names:
         site, _ = fitact.convert(nn.Sequential(names[name], nn.GELU()), "fewbit")
         assert (site.after is None) == (name in REASONS) and REASONS.get(name, "") in site.reason

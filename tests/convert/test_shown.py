@@ -1,7 +1,5 @@
 """Reports as dictionaries, as tables of notebooks and as pictures."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -16,30 +14,22 @@ from torch import nn
 
 import fitact
 from fitact.base import Bars, UsageError
-from fitact.runtime.choose.compare import measure
+from fitact.runtime.choose import measure
 from fitact.runtime.measure.reference import gelu_mlp
 
 X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
 
-class Odd(nn.Module):
-    """A block whose names HTML would read as tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = {"<i>0": nn.Linear(64, 256), "<i>1": nn.GELU(), "<i>2": nn.Linear(256, 64)}
-        self.add_module("<b>&", nn.Sequential(OrderedDict(parts)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.get_submodule("<b>&")(x)
-        return y
+def odd() -> nn.Module:
+    """Return a block whose names HTML would read as tags."""
+    parts = {"<i>0": nn.Linear(64, 256), "<i>1": nn.GELU(), "<i>2": nn.Linear(256, 64)}
+    return nn.Sequential(OrderedDict({"<b>&": nn.Sequential(OrderedDict(parts))}))
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    model = nn.Sequential(Odd(), Odd())
-    plan = fitact.plan(model, gib=1, example_inputs=X, device="a100")
-    short = fitact.plan(model, gib=1e-5, example_inputs=X, device="a100")
+    model = nn.Sequential(odd(), odd())
+    plan, short = (fitact.plan(model, gib=gib, example_inputs=X, device="a100") for gib in (1, 1e-5))
     conversion = fitact.convert(model, error="rounding", example_inputs=X)
     return {"convert": conversion, "memory": measure(gelu_mlp, budgets=()), "plan": plan, "short": short}
 
@@ -51,11 +41,9 @@ def test_shown(name: str, reports: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
     if hasattr(report, "to_json"):
         stored = json.loads(report.to_json())
-        del stored["schema"]
-        assert stored == found
+        assert stored == {"schema": stored["schema"]} | found
     html = report._repr_html_()
-    whole = re.fullmatch(r"(<table .*</table>)\n<details>.*<pre [^>]*>(.*)</pre></details>", html, re.DOTALL)
-    assert whole is not None
+    whole: Any = re.fullmatch(r"(<table .*</table>)\n<details>.*<pre [^>]*>(.*)</pre></details>", html, re.DOTALL)
     table, text = whole.groups()
     assert unescape(text) == str(report)
     root = ET.fromstring(table.replace("<br>", "<br/>"))
@@ -78,8 +66,8 @@ def test_what_is_drawn(reports: dict[str, Any]) -> None:
     bars = reports["convert"].bars()
     before, after = (sum(values[i] for _, values in bars.rows) for i in (0, 1))
     assert (before, after) == (reports["convert"].saved_before, reports["convert"].saved_after)
-    assert bars.title == f"The model saves {after:,} bytes for backward instead of {before / 2**20:.1f} MiB, " \
-        f"{100 * after / before:.1f} %"  # fmt: skip
+    share = f"{before / 2**20:.1f} MiB, {100 * after / before:.1f} %"
+    assert bars.title == f"The model saves {after:,} bytes for backward instead of {share}"
     assert bars.quantity == "saved for backward in *.<b>&" and "<i>1 ×2" in dict(bars.rows)
     picture = reports["convert"].plot(format="svg").decode()
     for text in (f"saved for backward in *.&lt;b&gt;&amp;, {bars.unit[1]}", "before", "now", "&lt;i&gt;1"):
@@ -96,7 +84,7 @@ def test_checkpoints_have_a_kind(reports: dict[str, Any]) -> None:
 
 
 def test_nothing_measured() -> None:
-    report = fitact.convert(nn.Sequential(Odd()))
+    report = fitact.convert(nn.Sequential(odd()))
     assert report._repr_html_() == f'<pre style="overflow:auto">{escape(str(report))}</pre>'
     with pytest.raises(UsageError, match="nothing was measured: give example_inputs"):
         report.plot()

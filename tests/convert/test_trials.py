@@ -1,7 +1,5 @@
 """Trial runs leave no trace in a model, whatever its first forward pass does to it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import OrderedDict, deque
@@ -38,8 +36,11 @@ class Marked(nn.Module):
         if self.mark is _reads:
             x.mul_(1.5)
         x = nn.functional.dropout(x, 0.1)
-        y: Tensor = self.fc2(self.act(self.norm(self.fc1(x)))) * torch.sigmoid(x)
-        return y + self.seen
+        return self.fc2(self.act(self.norm(self.fc1(x)))) * torch.sigmoid(x) + self.seen
+
+
+def _doubled(*given: Any) -> Any:
+    return given[-1] * 2
 
 
 def _attributes(model: Any) -> None:
@@ -63,10 +64,8 @@ def _modules(model: Any) -> None:
 
 
 MARKS: dict[str, Callable[[Any], None]] = {
-    "forward hook": lambda model: model.fc1.register_forward_hook(lambda *given: given[-1] * 2),
-    "forward hook with keywords": lambda model: model.norm.register_forward_hook(
-        lambda *given: given[-1] * 2, with_kwargs=True, always_call=True
-    ),
+    "forward hook": lambda model: model.fc1.register_forward_hook(_doubled, always_call=True),
+    "forward hook with keywords": lambda model: model.norm.register_forward_hook(_doubled, with_kwargs=True),
     "forward pre-hook": lambda model: model.fc2.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
     "backward hook": lambda model: model.act.register_full_backward_hook(lambda _, dx, dy: (dx[0] * 2,)),
     "backward pre-hook": lambda model: model.fc2.register_full_backward_pre_hook(lambda _, dy: (dy[0] * 2,)),
@@ -79,15 +78,14 @@ MARKS: dict[str, Callable[[Any], None]] = {
     "frozen": lambda model: model.fc1.requires_grad_(False),
     "modes": lambda model: model.norm.eval(),
 }
+DRY: dict[str, Any] = {"example_inputs": X, "dry_run": True}
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "exact": lambda model: fitact.convert(model, example_inputs=X),
     "coarse": lambda model: fitact.convert(model, error="coarse", example_inputs=X, gradients=True),
     "modules": lambda model: fitact.convert(model, include="fc1", exclude="norm", example_inputs=X),
     "fewbit": lambda model: fitact.convert(model, "fewbit", example_inputs=X),
-    "dry run": lambda model: fitact.convert(model, example_inputs=X, dry_run=True),
-    "dry run, fewbit": lambda model: fitact.convert(
-        model, "fewbit", example_inputs=X, dry_run=True, gradients=True
-    ),
+    "dry run": lambda model: fitact.convert(model, **DRY),
+    "dry run, fewbit": lambda model: fitact.convert(model, "fewbit", **DRY, gradients=True),
     "no inputs": fitact.convert,
     "calibration": lambda model: fitact.calibrate(model, [X, X]),
 }
@@ -100,14 +98,8 @@ def looks(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
     inside = seen | {id(thing)}
     match thing:
         case Tensor():
-            hooks = len(thing._backward_hooks or ())
-            return (
-                thing.tolist(),
-                thing.stride(),
-                thing.requires_grad,
-                hooks,
-                not thing.is_leaf or thing.grad is None,
-            )
+            hooks, grad = len(thing._backward_hooks or ()), thing.is_leaf and thing.grad is not None
+            return thing.tolist(), thing.stride(), thing.requires_grad, hooks, grad
         case dict():
             return [(key, looks(value, inside)) for key, value in thing.items()]
         case list() | tuple() | set() | deque():
@@ -131,7 +123,6 @@ def test_no_trace(mark: str, how: str) -> None:
 
 @pytest.mark.parametrize("mark", MARKS)
 def test_the_same_steps(mark: str) -> None:
-    torch.manual_seed(0)
     model = Marked(MARKS[mark])
     torch.manual_seed(0)
     baseline = Marked(MARKS[mark])
@@ -149,18 +140,17 @@ def same_gradients(baseline: nn.Module, model: nn.Module) -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
-RECORDED = {"llama": "output_hidden_states", "mixtral": "output_router_logits"}
-
-
 def hooks_of(model: nn.Module) -> list[list[str]]:
     return [[str(hook) for hook in module._forward_hooks.values()] for module in model.modules()]
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_models_of_transformers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "recorded"), [("llama", "output_hidden_states"), ("mixtral", "output_router_logits")]
+)
+def test_models_of_transformers(name: str, recorded: str) -> None:
     """They install recorders of their outputs in their first forward pass."""
     model, inputs = model_of(name), batch_of(name)
-    setattr(model.config, RECORDED[name], True)
+    setattr(model.config, recorded, True)
     baseline = copy.deepcopy(model)
     hooks = hooks_of(model)
     conversion = fitact.convert(model, example_inputs=inputs)

@@ -1,7 +1,5 @@
 """`fitact.verify`: what differs from the baseline is found and named; the rest is the same bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from fitact.base import UsageError
 from fitact.runtime.choose.checkpoints import Checkpoint
 from fitact.runtime.saving import attach
 from tests.support.blocks import MLP
+from tests.support.built import built
 from tests.support.models import batch_of, model_of
 
 X = torch.randn(640, 16, generator=torch.Generator().manual_seed(0))
@@ -41,58 +40,24 @@ class Halved(torch.autograd.Function):
         return gradient / 2
 
 
-class Own(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+def own(function: Callable[[Tensor], Any]) -> nn.Module:
+    return built(lambda self, x: function(x))
 
 
-class Again(nn.Module):
-    """Calls `torch.utils.checkpoint` itself."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return y
+def again(block: nn.Module) -> nn.Module:
+    """Return a module that calls `torch.utils.checkpoint` itself."""
+    return built(lambda self, x: checkpoint(self.block, x, use_reentrant=False), block=block)
 
 
-def wrapped(net: nn.Sequential) -> None:
-    net[0] = checkpoint_wrapper(net[0])
-
-
-def again(net: nn.Sequential) -> None:
-    net[0] = Again(net[0])
-
-
-def checked_in(net: nn.Sequential) -> None:
-    attach(net[1], checkpoint=Checkpoint("checkpointed"))
-
-
-def compiled(net: nn.Sequential) -> None:
-    net[1] = torch.compile(net[1], backend="aot_eager")  # type: ignore[assignment]
-
-
-def in_place(net: nn.Sequential) -> None:
-    net.compile(backend="aot_eager")
-
-
-EXACT: dict[str, Callable[[nn.Sequential], object]] = {
+EXACT: dict[str, Callable[[Any], object]] = {
     "as it is": lambda net: None,
     "converted": fitact.convert,
     "recomputed activations": lambda net: fitact.convert(net, error="exact", include="0.*"),
-    "checkpointed by fitact": checked_in,
-    "checkpointed by PyTorch": wrapped,
-    "checkpointed by its own": again,
-    "compiled block": compiled,
-    "compiled in place": in_place,
+    "checkpointed by fitact": lambda net: attach(net[1], checkpoint=Checkpoint("checkpointed")),
+    "checkpointed by PyTorch": lambda net: net.set_submodule("0", checkpoint_wrapper(net[0])),
+    "checkpointed by its own": lambda net: net.set_submodule("0", again(net[0])),
+    "compiled block": lambda net: net.set_submodule("1", torch.compile(net[1], backend="aot_eager")),
+    "compiled in place": lambda net: net.compile(backend="aot_eager"),
 }
 
 
@@ -101,7 +66,7 @@ EXACT: dict[str, Callable[[nn.Sequential], object]] = {
 def test_same(name: str) -> None:
     net = model()
     EXACT[name](net)
-    net[2].running_mean.fill_(0.5)  # type: ignore[union-attr,operator]
+    net[2].running_mean.fill_(0.5)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     before, state, python = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
@@ -130,21 +95,23 @@ def test_error_is_stated(error: str) -> None:
     assert f"most that of {worst}, by {100 * found.gradients[worst]:.3g} %" in str(found)
 
 
-def test_wrong_forward() -> None:
-    net = model()
+def verified(path: str, function: Callable[[Tensor], Any], net: nn.Module | None = None) -> Any:
+    """Return what is found of a model with a wrong function in it, beside the right one."""
+    net = net or model()
     spoilt = copy.deepcopy(net)
-    spoilt[1].act = Own(lambda x: F.gelu(x, approximate="tanh"))  # type: ignore[union-attr,assignment]
-    found = fitact.verify(spoilt, X, baseline=net)
+    spoilt.set_submodule(path, own(function))
+    return fitact.verify(spoilt, X, baseline=net)
+
+
+def test_wrong_forward() -> None:
+    found = verified("1.act", lambda x: F.gelu(x, approximate="tanh"))
     assert next(iter(found.outputs)) == "1.act" and 0 < found.outputs["1.act"] < 0.01
     assert not any(path.startswith("0") for path in found.outputs)
     assert found.loss[0] != found.loss[1] and "first that of 1.act, by " in str(found)
 
 
 def test_wrong_backward() -> None:
-    net = model()
-    spoilt = copy.deepcopy(net)
-    spoilt[1].act = Own(lambda x: Halved.apply(F.gelu(x)))  # type: ignore[union-attr,assignment,no-untyped-call]
-    found = fitact.verify(spoilt, X, baseline=net)
+    found = verified("1.act", lambda x: Halved.apply(F.gelu(x)))
     assert not found.outputs and next(iter(found.passed)) == "1.fc1" and found.readers == ("1.act",)
     assert found.passed["1.fc1"] == pytest.approx(0.5)
     assert "1.fc2.weight" not in found.gradients and found.gradients["1.fc1.weight"] == pytest.approx(0.5)
@@ -152,20 +119,15 @@ def test_wrong_backward() -> None:
 
 
 def test_random_state() -> None:
-    net = model()
-    spoilt = copy.deepcopy(net)
-    spoilt[0].act = Own(lambda x: F.gelu(x) + 0 * torch.rand(()))  # type: ignore[union-attr,assignment]
-    found = fitact.verify(spoilt, X, baseline=net)
+    found = verified("0.act", lambda x: F.gelu(x) + 0 * torch.rand(()))
     assert not found.random and "random state: another" in str(found)
     assert next(iter(found.outputs)) == "0.drop"  # which draws other numbers
 
 
 def test_a_module_that_is_called_twice() -> None:
     shared = nn.Linear(16, 16)
-    net = nn.Sequential(shared, Own(F.relu), shared)
-    spoilt = copy.deepcopy(net)
-    spoilt[1] = Own(F.silu)
-    assert [*fitact.verify(spoilt, X, baseline=net).outputs] == ["1", "0 (call 2)", ""]
+    found = verified("1", F.silu, nn.Sequential(shared, own(F.relu), shared))
+    assert [*found.outputs] == ["1", "0 (call 2)", ""]
 
 
 def test_transformers() -> None:
@@ -180,16 +142,15 @@ def test_transformers() -> None:
 
 
 def test_refusals() -> None:
-    with torch.device("meta"), pytest.raises(UsageError, match="have no values"):
-        fitact.verify(model(), X)
-    with pytest.raises(UsageError, match="its forward pass failed"):
-        fitact.verify(model(), X[:, :3])
-    with pytest.raises(UsageError, match="no trained parameter of it has the name"):
-        fitact.verify(model(), X, baseline=nn.Linear(16, 16))
     net = model()
-    net.lock = iter([])  # type: ignore[assignment]
-    net.generator = (one for one in ())  # type: ignore[assignment]
-    with pytest.raises(UsageError, match=r"cannot be copied: TypeError.*give a baseline"):
-        fitact.verify(net, X)
-    with pytest.raises(UsageError, match="expected a model"):
-        fitact.verify(None, X)  # type: ignore[arg-type]
+    net.generator = (each for each in ())
+    wrong: dict[str, tuple[Any, ...]] = {
+        "have no values": (model().to("meta"), X, None),
+        "its forward pass failed": (model(), X[:, :3], None),
+        "no trained parameter of it has the name": (model(), X, nn.Linear(16, 16)),
+        r"cannot be copied: TypeError.*give a baseline": (net, X, None),
+        "expected a model": (None, X, None),
+    }
+    for message, (each, x, baseline) in wrong.items():
+        with pytest.raises(UsageError, match=message):
+            fitact.verify(each, x, baseline=baseline)

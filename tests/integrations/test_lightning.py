@@ -1,7 +1,5 @@
 """A training run with Lightning's Trainer: the same losses, and what its loggers get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

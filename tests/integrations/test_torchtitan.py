@@ -1,7 +1,5 @@
 """torchtitan's policy, on a model of torchtitan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,6 +1,4 @@
-"""A training run with transformers' Trainer: the same losses, and what the Trainer's loggers get."""
-
-from __future__ import annotations
+"""A training run with transformers' Trainer, and axolotl's: the same losses, and what the loggers get."""
 
 from pathlib import Path
 from typing import Any
@@ -114,3 +112,44 @@ def test_says_that_it_does_nothing(tmp_path: Path) -> None:
         FitactCallback("exact", plan=tmp_path / "plan.json")
     with pytest.raises(UsageError, match="expected exact, rounding, coarse"):
         FitactCallback("none")
+
+
+PLUGIN = "fitact.integrations.axolotl.FitactPlugin"
+
+
+def configuration(**given: Any) -> Any:
+    """Return what axolotl gives its plugins."""
+    pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
+    from axolotl.utils.dict import DictDefault
+
+    from fitact.integrations.axolotl import FitactArgs
+
+    return DictDefault(FitactArgs(**given).model_dump())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_axolotl(tmp_path: Path) -> None:
+    """Its own manager finds the plugin."""
+    given = configuration(fitact_error="exact")
+    from axolotl.integrations.base import PluginManager
+
+    manager = PluginManager.get_instance()
+    manager.register(PLUGIN)
+    assert "fitact.integrations.axolotl.FitactArgs" in manager.get_input_args()
+    (callback,) = manager.add_callbacks_post_trainer(given, None)
+    expected, _ = trained(made("llama"), tmp_path)
+    found, trainer = trained(made("llama"), tmp_path, callback)
+    assert not differences(expected, found)
+    assert trainer.state.log_history[0]["fitact/saved"] < trainer.state.log_history[0]["fitact/saved_before"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_of_axolotl(tmp_path: Path) -> None:
+    both = configuration(fitact_error="exact", fitact_plan=str(tmp_path / "plan.json"))
+    from axolotl.integrations.base import load_plugin
+    from pydantic import ValidationError
+
+    with pytest.raises(ValidationError, match="fitact_error"):
+        configuration(fitact_error="none")
+    with pytest.raises(UsageError, match="expected one of both"):
+        load_plugin(PLUGIN).add_callbacks_post_trainer(both, None)

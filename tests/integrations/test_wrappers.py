@@ -1,6 +1,4 @@
-"""The table of docs/integrations.md: adapters of peft and layers of torchao and Liger, converted and compared."""
-
-from __future__ import annotations
+"""The tables of docs/integrations.md and docs/qlora.md: adapters and layers of others, converted and compared."""
 
 import re
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from torch import nn
 import fitact
 from tests.conftest import ROOT
 from tests.support.processes import python
+from tests.support.rows import full
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
@@ -22,6 +21,8 @@ ROWS = {
     name: (before, share)
     for name, before, share in ROW.findall((ROOT / "docs/integrations.md").read_text("utf-8"))
 }
+QLORA = re.compile(r"^\| `(\S+)`.*? \| (\S+) \| (\S+) \| (\S+) % \| bit for bit \|$", re.MULTILINE)
+QLORA_ROWS = QLORA.findall((ROOT / "docs/qlora.md").read_text("utf-8"))
 PINNED = f"torch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text("utf-8")
 SOME = ["q_proj", "v_proj", "down_proj"]
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -32,10 +33,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}),
     "DoRA": ("LoraConfig", {"r": 8, "lora_dropout": 0.1, "use_dora": True, "target_modules": "all-linear"}),
     "AdaLoRA": ("AdaLoraConfig", {"init_r": 8, "total_step": 100, "target_modules": LAYERS}),
-    "IA3": (
-        "IA3Config",
-        {"target_modules": ["k_proj", *SOME[1:]], "feedforward_modules": SOME[2:]},
-    ),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj", *SOME[1:]], "feedforward_modules": SOME[2:]}),
     "VeRA": ("VeraConfig", {"r": 8, "target_modules": ["q_proj", "v_proj"]}),
     "VBLoRA": ("VBLoRAConfig", {"r": 4, "num_vectors": 64, "vector_length": 32, "target_modules": SOME[:2]}),
     "LoHa": ("LoHaConfig", {"r": 8, "target_modules": "all-linear"}),
@@ -60,45 +58,62 @@ def llama() -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def adapted(name: str, model: nn.Module | None = None) -> nn.Module:
+def adapted(name: str, model: nn.Module | None = None, **more: Any) -> nn.Module:
     kind, options = ADAPTERS[name]
-    made: nn.Module = peft.get_peft_model(model or llama(), getattr(peft, kind)(**options))
-    return made
-
-
-def quantised(configuration: Any) -> nn.Module:
-    """Return a LLaMA whose linear layers in blocks torchao has changed."""
-    model = llama()
-    quantize: Any = pytest.importorskip("torchao.quantization").quantize_
-    quantize(model, configuration, filter_fn=in_a_block)
-    return model
+    return peft.get_peft_model(model or llama(), getattr(peft, kind)(**options | more))
 
 
 def in_a_block(module: nn.Module, path: str) -> bool:
     return isinstance(module, nn.Linear) and "lm_head" not in path
 
 
+def torchao(part: str) -> Any:
+    return pytest.importorskip(f"torchao.{part}", reason="torchao is not installed")
+
+
+def quantised(configuration: Any) -> nn.Module:
+    """Return a LLaMA whose linear layers in blocks torchao has changed."""
+    model = llama()
+    torchao("quantization").quantize_(model, configuration, filter_fn=in_a_block)
+    return model
+
+
 def weight_only(name: str) -> nn.Module:
-    torchao: Any = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    return adapted("LoRA", quantised(getattr(torchao, name)()))
+    return adapted("LoRA", quantised(getattr(torchao("quantization"), name)()))
 
 
 def float8() -> nn.Module:
-    torchao: Any = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    config = torchao.Float8LinearConfig(emulate=True)
-    made: nn.Module = torchao.convert_to_float8_training(llama(), config=config, module_filter_fn=in_a_block)
-    return made
+    config = torchao("float8").Float8LinearConfig(emulate=True)
+    return torchao("float8").convert_to_float8_training(llama(), config=config, module_filter_fn=in_a_block)
 
 
 def int8() -> nn.Module:
-    torchao: Any = pytest.importorskip("torchao.prototype.quantized_training", reason="torchao is not installed")
-    return quantised(torchao.int8_mixed_precision_training())
+    return quantised(torchao("prototype.quantized_training").int8_mixed_precision_training())
 
 
 def aware() -> nn.Module:
-    torchao: Any = pytest.importorskip("torchao.quantization.qat", reason="torchao is not installed")
-    weights = torchao.IntxFakeQuantizeConfig(torch.int4, group_size=32)
-    return quantised(torchao.QATConfig(weight_config=weights, step="prepare"))
+    weights = torchao("quantization.qat").IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    return quantised(torchao("quantization.qat").QATConfig(weight_config=weights, step="prepare"))
+
+
+def in_bits(kind: str, dropout: float) -> nn.Module:
+    """Return a LLaMA with LoRA whose layers are frozen ones of a kind, of bitsandbytes if not of PyTorch."""
+    model = llama()
+    if kind != "nn.Linear":
+        bnb: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").nn
+        four = kind == "Linear4bit"
+        for path, layer in [*model.named_modules()]:
+            if in_a_block(layer, path):
+                given: dict[str, Any] = {"has_fp16_weights": False}
+                if four:
+                    given = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+                made = getattr(bnb, kind)(layer.in_features, layer.out_features, bias=False, **given)
+                parameter = bnb.Params4bit if four else bnb.Int8Params
+                given.pop("compute_dtype", None)
+                made.weight = parameter(layer.weight.data, requires_grad=False, **given)
+                model.set_submodule(path, made.to("cpu"))
+        setattr(model, "is_loaded_in_4bit" if four else "is_loaded_in_8bit", True)
+    return adapted("LoRA", model, lora_dropout=dropout)
 
 
 LAYERS_OF: dict[str, Callable[[], nn.Module]] = {
@@ -119,10 +134,7 @@ def row(model: nn.Module) -> tuple[str, str]:
     return f"{report.saved_before:,}", f"{100 * report.saved_after / report.saved_before:.1f}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in (*ADAPTERS, *LAYERS_OF)],
-)
+@pytest.mark.parametrize("name", full((*ADAPTERS, *LAYERS_OF), QUICK))
 def test_table(name: str) -> None:
     found = row(adapted(name) if name in ADAPTERS else LAYERS_OF[name]())
     assert float(found[1]) < 100
@@ -137,3 +149,13 @@ def test_liger() -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     found = python("import tests.support.liger", folder=ROOT, warnings="ignore", TRITON_INTERPRET="1")
     assert tuple(found.split()) == ROWS["Liger, in float32"]
+
+
+@pytest.mark.parametrize(("kind", "dropout", "before", "share"), QLORA_ROWS)
+def test_table_of_qlora(kind: str, dropout: str, before: str, share: str) -> None:
+    assert len(QLORA_ROWS) == 4 and row(in_bits(kind, float(dropout))) == (before, share)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_eight_bits(dropout: float) -> None:
+    assert float(row(in_bits("Linear8bitLt", dropout))[1]) < 45

@@ -1,7 +1,5 @@
 """Measuring: counts against published figures, closed forms, what is alive, and PyTorch's own compiler."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -10,8 +8,8 @@ import re
 import sys
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,27 +28,41 @@ from torch.utils.flop_counter import FlopCounterMode
 import fitact
 from fitact.base import UsageError
 from fitact.planning.capacity import Curve
-from fitact.runtime.choose.compare import Report, measure
-from fitact.runtime.choose.compiler import compiled
-from fitact.runtime.choose.policies import FULL, POLICIES, SELECTIVE, Policy, changed
+from fitact.runtime.choose import BASELINE, FULL, POLICIES, SELECTIVE, Policy, changed, compiled, measure
+from fitact.runtime.measure import (
+    Meter,
+    Saved,
+    Subject,
+    Training,
+    Work,
+    blocks_of,
+    count_saved,
+    from_callable,
+    gpu_kernels,
+    hugging_face,
+    prepare,
+    timm_model,
+    whole_step,
+)
 from fitact.runtime.measure import reference as models_reference
-from fitact.runtime.measure.meter import Meter, Work, whole_step
-from fitact.runtime.measure.prepare import Training, prepare
 from fitact.runtime.measure.reference import closed_form
-from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.measure.sources import from_callable, hugging_face, timm_model
-from fitact.runtime.measure.subjects import Subject, blocks_of
 from fitact.runtime.restore import differentiate
 from fitact.runtime.saving import ERRORS
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Command
+from tests.support.built import built
+from tests.support.commands import MODEL
 from tests.support.peak import peak_memory
 from tests.support.processes import python
+from tests.support.rows import full
+from tests.support.saving import cast, saved_bytes_of
 
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "activation_memory.json").read_text())
 MIB = 2**20
 HALF = torch.bfloat16
-CANDIDATES = ["baseline", "fewbit3", "fewbit1", "relumix2", "inverted", "output", "full", "selective"]
-CANDIDATES += ["saving, exact", "saving, rounding", "saving, coarse"]
+METHODS = [("fewbit", 3), ("fewbit", 1), ("relumix", 2), ("inverted", None), ("output", None)]
+CANDIDATES = {"baseline": BASELINE, "full": FULL, "selective": SELECTIVE}
+CANDIDATES |= {f"{method}{bits or ''}": Policy("", method=method, bits=bits) for method, bits in METHODS}
+CANDIDATES |= {f"saving, {error}": POLICIES[error] for error in ERRORS}
 # Small models of every family; the bytes of a real one are counted too.
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
 TEXT = LAYERS | {"vocab_size": 99}
@@ -64,7 +76,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 SMALL["deepseek_v3"] = TEXT | RANKS | {"first_k_dense_replace": 2}  # casts to float32 and back
-IMAGES = {"resnet": 32}
 
 
 def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
@@ -73,35 +84,28 @@ def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
 
 
 def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> Subject:
-    source = hugging_face(kind, SMALL[kind] | more, image=IMAGES.get(kind))
+    source = hugging_face(kind, SMALL[kind] | more, image=32 if kind == "resnet" else None)
     return prepare(source, batch=4, seq=24, dtype=dtype, fake=fake)  # hidden states large enough to be quantised
 
 
-def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
-    match name:
-        case "baseline":
-            return nullcontext()
-        case "full" | "selective":
-            blocks = [block for _, block in blocks_of(model)]
-            return changed(blocks, [FULL if name == "full" else SELECTIVE] * len(blocks))
-        case "saving, exact" | "saving, rounding" | "saving, coarse":
-            return changed([model], [POLICIES[name.removeprefix("saving, ")]])
-    method, bits = (name, None) if name in ("inverted", "output") else (name[:-1], int(name[-1]))
-    return changed([model], [Policy(name, method=method, bits=bits)])
+@contextmanager
+def candidate(name: str, model: nn.Module) -> Iterator[None]:
+    """Change a model; where the method has nothing for it, it stays as it is."""
+    policy = CANDIDATES[name]
+    modules = [block for _, block in blocks_of(model)] if policy.checkpoint else [model]
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(changed(modules, [policy] * len(modules)))
+        except UsageError as error:
+            assert "no activation that can be replaced" in str(error)
+        yield
 
 
 def saved_by(subject: Subject, name: str = "baseline", autocast: torch.dtype | None = None) -> Saved:
-    cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
-    try:
-        with gpu_kernels(), count_saved(subject.model, detail=True) as saved, cast, candidate(name, subject.model):
-            subject.run()
-    except UsageError as error:  # the method has nothing for the model, which stays as it is
-        assert "no activation that can be replaced" in str(error)
-        return saved_by(subject, autocast=autocast)
+    kernels, changes = gpu_kernels(), candidate(name, subject.model)
+    with kernels, changes, count_saved(subject.model, detail=True) as saved, cast(autocast):
+        subject.run()
     return saved
-
-
-# ----------------------------------------------------------------------------------------------- published figures
 
 
 def output_mlp(batch: int, seq: int) -> tuple[nn.Module, torch.Tensor]:
@@ -194,38 +198,21 @@ def test_approx_bp_shares_of_llama() -> None:
         assert round(100 * theirs[kind] / sum(theirs.values()), 2) == share, kind
 
 
-# ---------------------------------------------------------------------------------------------------- closed forms
-
-
 @pytest.mark.parametrize(("batch", "seq"), [(1, 2048), (3, 256)])
 def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
     """34bsh + 5bs²a, of a block as it assumes; a norm also saves the mean and deviation of each row."""
     saved = saved_by(reference("composed_block", batch=batch, seq=seq))
     unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
-    found: Counter[tuple[str, str]] = Counter()
-    for one in saved.records.values():
-        found[one.module, one.operation] += one.bytes
-    attention = {
-        ("attention.qkv", "linear"): 2 * unit,  # its input
-        ("attention", "matmul"): 6 * unit + 2 * scores,  # q, k, v, and the softmax after its dropout
-        ("attention", "softmax"): 2 * scores,  # its output
-        ("attention.score_dropout", "dropout"): scores,  # a mask
-        ("attention.out", "linear"): 2 * unit,  # its input
-        ("attention.dropout", "dropout"): unit,  # a mask
-    }
-    mlp = {
-        ("mlp.up", "linear"): 2 * unit,
-        ("mlp.activation", "gelu"): 8 * unit,
-        ("mlp.down", "linear"): 8 * unit,
-        ("mlp.dropout", "dropout"): unit,
-    }
-    norms = {("norm1", "layer_norm"): 2 * unit + rows, ("norm2", "layer_norm"): 2 * unit + rows}
-    assert found == attention | mlp | norms
+    found: Counter[str] = Counter()
+    for path, size in saved.by_module().items():
+        found[path.partition(".")[0]] += size
+    # inputs of two products, q, k, v and a mask; the softmax in and out of its dropout, and a mask
+    attention = 2 * unit + 6 * unit + 2 * unit + unit + (2 * scores + 2 * scores + scores)
+    mlp = 2 * unit + 8 * unit + 8 * unit + unit  # inputs of a product, GELU and a product, and a mask
+    assert found == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
     terms = closed_form(batch, seq, 1024, 16)
-    assert terms["attention"] + terms["scores"] == sum(attention.values()) == 11 * unit + 5 * scores
-    assert terms["mlp"] == sum(mlp.values()) == 19 * unit
-    assert terms["norms"] == sum(norms.values()) - 2 * rows == 4 * unit
-    assert sum(terms.values()) == 34 * unit + 5 * scores
+    assert terms == {"attention": 11 * unit, "scores": 5 * scores, "mlp": mlp, "norms": 4 * unit}
+    assert sum(terms.values()) == 34 * unit + 5 * scores == sum(found.values()) - 2 * rows
 
 
 def test_selective_recomputation_of_gpt3() -> None:
@@ -250,23 +237,14 @@ def test_selective_recomputation_of_gpt3() -> None:
     assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7
 
 
-# ---------------------------------------------------------------------------------------------------- the counting
-
-
 def test_storages_are_counted_once() -> None:
-    with FakeTensorMode():
-        x = torch.randn(100, 100, requires_grad=True)
-        with count_saved() as saved:
-            x.sin(), x.t().cos(), x[3:].exp()
-    assert sorted(storage.nbytes() for storage in saved.storages.values()) == [38_800, 40_000]
-
-
-def test_freed_storages_are_not_taken_for_twins() -> None:
+    """And those that are freed are not taken for twins."""
     x = torch.randn(1000, requires_grad=True)
     with count_saved() as saved:
+        x.sin(), x.view(10, 100).t().cos(), x[3:].exp()
         for _ in range(50):
             (x * 1).sin()
-    assert saved.bytes == 50 * 4000
+    assert saved.bytes == 4000 + 4 * 997 + 50 * 4000
 
 
 @pytest.mark.parametrize("detail", [False, True])
@@ -280,36 +258,22 @@ def test_parameters_and_buffers_are_not_counted(device: str, detail: bool) -> No
 
 
 def test_by_module_by_operation_by_kind() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = {"up": nn.Linear(8, 8), "act": nn.GELU(), "norm": nn.LayerNorm(8)}
-            self.layers = nn.ModuleList(nn.Sequential(OrderedDict(copy.deepcopy(layer))) for _ in range(3))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * x
+        return F.dropout(x.softmax(-1))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x) * x
-            return F.dropout(x.softmax(-1))
-
-    model, x = Net(), torch.randn(100, 8)
+    layer = nn.Sequential(OrderedDict(up=nn.Linear(8, 8), act=nn.GELU(), norm=nn.LayerNorm(8)))
+    model = built(forward, layers=nn.ModuleList(copy.deepcopy(layer) for _ in range(3)))
     with gpu_kernels(), count_saved(model, detail=True) as saved:
-        model(x)
+        model(torch.randn(100, 8))
     full = 100 * 8 * 4
     # x is saved by the linear layer first, and by the product after; the first x has no gradient
-    assert saved.by_operation() == {
-        "linear": 3 * full,
-        "gelu": 3 * full,
-        "layer_norm": 3 * (full + 2 * 400),
-        "mul": 2 * full,
-        "softmax": full,
-        "dropout": full // 4,
-    }
-    assert saved.by_module() == {
-        "layers.*.up": 3 * full,
-        "layers.*.act": 3 * full,
-        "layers.*.norm": 3 * (full + 2 * 400),
-        "": 3 * full + full // 4,
-    }
+    last = {"mul": 2 * full, "softmax": full, "dropout": full // 4}
+    norms = 3 * (full + 2 * 400)
+    assert saved.by_operation() == {"linear": 3 * full, "gelu": 3 * full, "layer_norm": norms} | last
+    layers = {"layers.*.up": 3 * full, "layers.*.act": 3 * full, "layers.*.norm": norms}
+    assert saved.by_module() == layers | {"": 3 * full + full // 4}
     assert saved.by_kind("layers.1") == {"norm": full + 800, "linear": full, "activation": full}
     assert saved.by_kind()["product"] == 2 * full
     assert sum(saved.by_kind().values()) == saved.bytes
@@ -334,38 +298,18 @@ def test_generated_activations_are_activations() -> None:
     assert saved.by_operation() == {"fitact.forward": 8192 * 3 // 8}
 
 
-def test_copies_of_weights_are_told_apart() -> None:
-    model = nn.Linear(16, 32)
-    with torch.autocast("cpu", dtype=HALF), count_saved(model, detail=True) as saved:
-        model(torch.randn(100, 16, requires_grad=True))
-    assert saved.by_kind() == {"linear": 100 * 16 * 2, "weights": 16 * 32 * 2}
-
-
-@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_kernels_of_a_gpu(fake: bool) -> None:
-    """Dropout saves a byte an element; fused attention saves no scores, with dropout too."""
-    mode: Any = FakeTensorMode() if fake else nullcontext()
-    with mode:
-        x = torch.randn(10, 100, dtype=HALF, requires_grad=True)
-        q = torch.randn(2, 4, 64, 16, dtype=HALF, requires_grad=True)
-        with gpu_kernels(), count_saved() as dropped:
-            y = F.dropout(x, 0.25)
-        with gpu_kernels(), count_saved() as attended:
-            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
-        with count_saved() as untouched:
-            F.dropout(x, 0.25)
-    assert dropped.bytes == 1000
-    assert attended.bytes == 2 * q.nbytes + 2 * 4 * 64 * 4
-    assert untouched.bytes == 2000
-    if not fake:
-        scaled = x / 0.75
-        assert torch.all((y == 0) | ((y - scaled).abs() <= 0.02 * scaled.abs()))
-        assert 0.5 < (y != 0).float().mean() < 0.9
-        with gpu_kernels():
-            assert torch.equal(nn.Dropout(0.5).eval()(x), x)
-
-
-# ----------------------------------------------------------------------------------- fake, real, and what is alive
+def test_dropout_of_a_gpu() -> None:
+    """Its numbers are right within those of the mask's byte; outside of the context it is PyTorch's own."""
+    x = torch.randn(10, 100, dtype=HALF, requires_grad=True)
+    with gpu_kernels(), count_saved() as dropped:
+        y = F.dropout(x, 0.25)
+        assert torch.equal(nn.Dropout(0.5).eval()(x), x)
+    with count_saved() as untouched:
+        F.dropout(x, 0.25)
+    assert (dropped.bytes, untouched.bytes) == (1000, 2000)
+    scaled = x / 0.75
+    assert torch.all((y == 0) | ((y - scaled).abs() <= 0.02 * scaled.abs()))
+    assert 0.5 < (y != 0).float().mean() < 0.9
 
 
 class Live(TorchDispatchMode):
@@ -387,20 +331,20 @@ class Live(TorchDispatchMode):
         return result
 
 
+def given(subject: Subject) -> list[torch.Tensor]:
+    call = (subject.call.args, dict(subject.call.kwargs))
+    return [leaf for leaf in tree_iter(call) if isinstance(leaf, torch.Tensor)]
+
+
 def alive(subject: Subject, name: str, autocast: torch.dtype | None) -> int:
     """Bytes alive between forward and backward, but for parameters, buffers, and outputs that nothing saves."""
     live = Live()
-    cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
-    try:
-        with gpu_kernels(), candidate(name, subject.model), live, cast:
-            outputs = subject.run()
-    except UsageError as error:
-        assert "no activation that can be replaced" in str(error)
-        return alive(subject, "baseline", autocast)
+    with gpu_kernels(), candidate(name, subject.model), live, cast(autocast):
+        outputs = subject.run()
     gc.collect()
     model = subject.model
-    given = [t for t in tree_iter((subject.call.args, dict(subject.call.kwargs))) if isinstance(t, torch.Tensor)]
-    others = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *given, *outputs)}
+    tensors = (*model.parameters(), *model.buffers(), *given(subject), *outputs)
+    others = {t.untyped_storage()._cdata for t in tensors}
     return sum(size for key, (ref, size) in live.references.items() if ref() is not None and key not in others)
 
 
@@ -419,93 +363,29 @@ def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | No
     for fake in (True, False):
         subject = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
         saved = saved_by(subject, name, autocast)
-        given = [
-            t for t in tree_iter((subject.call.args, dict(subject.call.kwargs))) if isinstance(t, torch.Tensor)
-        ]
-        inside = sum(t.nbytes for t in given if t.untyped_storage()._cdata in saved.storages)
+        inside = sum(t.nbytes for t in given(subject) if t.untyped_storage()._cdata in saved.storages)
         counts.append(saved.bytes)
         assert saved.bytes - inside == alive(subject, name, autocast), fake
     assert counts[0] == counts[1]
 
 
-# ---------------------------------------------------------------------------------------------------- the compiler
+COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0), ("swiglu_mlp", 0.3), ("gelu_block", 0.7), ("bert", 1.0)]
 
 
-def graph(subject: Subject, *budgets: float) -> list[list[int]]:
-    """Sizes of what the compiler saves, in MiB, the largest first."""
-    return [
-        sorted((storage.nbytes() // MIB for storage in one.saved.storages.values()), reverse=True)
-        for one in compiled(replace(subject, device="cpu"), budgets)
-    ]
-
-
-X, Y = 16, 64  # MiB of a tensor of hidden size and of four times that
-SETTINGS: dict[str, tuple[str, tuple[str, ...], dict[str, list[int]], dict[float, list[int]]]] = {
-    "GELU, all trained": (
-        "gelu_mlp",
-        (),
-        # y, which the down-projection saves, and x, k bits, or 1 bit
-        {"baseline": [Y, Y, X], "fewbit3": [Y, X, 12], "fewbit1": [Y, X, 4], "inverted": [Y, X, 4]},
-        {1.0: [Y, Y, X], 0.95: [Y, X], 0.7: [Y, X]},
-    ),
-    "GELU, down-projection frozen": (
-        "gelu_mlp",
-        ("down.*",),
-        {"baseline": [Y, X], "fewbit3": [X, 12], "fewbit1": [X, 4], "inverted": [Y, X, 4]},
-        {1.0: [Y, X], 0.95: [X], 0.7: [X]},
-    ),
-    "SwiGLU, all trained": (
-        "swiglu_mlp",
-        (),
-        {
-            "baseline": [Y, Y, Y, Y, X],
-            "fewbit3": [Y, Y, Y, X, 12],
-            "fewbit1": [Y, Y, Y, X, 4],
-            "inverted": [Y, Y, Y, X, 4],
-        },
-        {1.0: [Y, Y, Y, X], 0.95: [Y, Y, X], 0.7: [Y, Y, X]},
-    ),
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_and_rivals(setting: str) -> None:
-    name, freeze, eager, budgets = SETTINGS[setting]
-    source = from_callable(getattr(models_reference, name))
-    subject = prepare(source, Training(freeze=freeze), batch=2, seq=4096)
-    for method, sizes in eager.items():
-        saved = saved_by(subject, method)
-        found = sorted((s.nbytes() // MIB for s in saved.storages.values() if s.nbytes()), reverse=True)
-        assert found == sizes, method
-    assert graph(subject, *budgets) == list(budgets.values())
-
-
-COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0)]
-COMPILED += [
-    pytest.param(name, budget, marks=pytest.mark.full)
-    for name, budget in (("swiglu_mlp", 0.3), ("gelu_block", 0.7), ("bert", 1.0))
-]
-
-
-@pytest.mark.parametrize(("name", "budget"), COMPILED)
+@pytest.mark.parametrize(("name", "budget"), full(COMPILED, COMPILED[:2]))
 def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     """Beside what a program that Inductor made holds while it runs; without dropout, which differs on a CPU."""
     torch._dynamo.reset()
-    found = []
-    for fake in (True, False):
-        if name == "bert":
-            subject = small("bert", fake=fake, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        else:
-            source = from_callable(getattr(models_reference, name))
-            subject = prepare(source, batch=2, seq=256, dtype=HALF, fake=fake)
-        if fake:
-            (one,) = compiled(replace(subject, device="cpu"), [budget])
-            found.append(one.saved.bytes)
-            continue
-        with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(subject.model) as saved:
-            torch.compile(subject.model)(*subject.call.args, **subject.call.kwargs)
-        found.append(saved.bytes)
-    assert found[0] == found[1]
+    if name == "bert":
+        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        fake, real = (small("bert", fake=fake, **none) for fake in (True, False))
+    else:
+        source = from_callable(getattr(models_reference, name))
+        fake, real = (prepare(source, batch=2, seq=256, dtype=HALF, fake=fake) for fake in (True, False))
+    (found,) = compiled(replace(fake, device="cpu"), [budget])
+    with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(real.model) as saved:
+        torch.compile(real.model)(*real.call.args, **real.call.kwargs)
+    assert found.saved.bytes == saved.bytes
 
 
 def test_codes_under_the_compiler() -> None:
@@ -521,9 +401,6 @@ def test_codes_under_the_compiler() -> None:
         assert plain.flops == codes.flops == float8.flops
 
 
-# ------------------------------------------------------------------------------------------------------ extra work
-
-
 def work_of(step: Callable[[], object]) -> Work:
     with Meter() as meter:
         step()
@@ -534,9 +411,8 @@ def test_flops_are_those_that_pytorch_counts() -> None:
     subject = reference("composed_block", batch=2, seq=64)
     with FlopCounterMode(display=False) as counter:
         subject.run()
-    assert subject.mode is not None
     with subject.mode:
-        work = work_of(lambda: subject.run())
+        work = work_of(subject.run)
     assert work.flops == counter.get_total_flops()
     hidden, rows = 1024, 2 * 64
     assert work.flops == 2 * rows * hidden * hidden * (3 + 1 + 8) + 2 * 2 * 2 * 64 * 64 * hidden
@@ -549,21 +425,6 @@ def test_traffic_of_one_operation() -> None:
     with FakeTensorMode():  # which is asked for its device, by its own operations too
         z = torch.randn(100, 10)
         assert work_of(lambda: z + z.mul(2)).traffic == 4 * 5 * 1000
-
-
-def test_what_candidates_run_again() -> None:
-    """Of an MLP all but its last product, for nothing needs that; selectively, no product at all."""
-    report = measure(models_reference.gelu_mlp, batch=2, seq=4096, budgets=(1.0, 0.7, 0.3))
-    rows = {row.name: row for row in report.rows}
-    assert rows["checkpointing, full"].flops == 0.5
-    assert rows["checkpointing, selective"].flops == 0.0
-    assert rows["checkpointing, full"].traffic > rows["checkpointing, selective"].traffic > 0
-    assert rows["saving, exact"].flops == 0.0 < rows["saving, exact"].traffic
-    assert rows["saving, exact"].bytes < rows["checkpointing, selective"].bytes
-    assert [rows[f"compiler, budget {budget:g}"].flops for budget in (1.0, 0.7, 0.3)] == [0.0, 0.0, 0.5]
-
-
-# --------------------------------------------------------------------------------------------------- largest sizes
 
 
 def quadratic(batch: int = 2, seq: int = 8) -> tuple[nn.Module, torch.Tensor]:
@@ -609,31 +470,20 @@ def test_attention_of_pytorchs_own_modules() -> None:
     """They give all arguments by place. With dropout, a GPU saves what it saves without."""
 
     def saved_bytes(p: float) -> int:
-        layer = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True)
-        x = torch.randn(2, 8, 32)
-        with count_saved(layer) as saved:
-            hold, _ = layer(x, x, x, need_weights=False)
-        assert hold.requires_grad
-        return saved.bytes
+        layer, x = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True), torch.randn(2, 8, 32)
+        return saved_bytes_of(layer, lambda: layer(x, x, x, need_weights=False))
 
     composed = saved_bytes(0.3)
     with gpu_kernels():
         assert saved_bytes(0.3) == saved_bytes(0.0) < composed
 
 
-# ----------------------------------------------------------------------------------------------------------- peak
-
-
 @pytest.mark.parametrize("name", ["baseline", "fewbit3", "saving, exact", "full", "selective"])
 def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     """Also with a frozen layer; without the input, which was there before."""
     subject = prepare(from_callable(quadratic), Training(freeze=("0.mlp.down.*",)), batch=64, seq=64)
-
-    def step() -> None:
-        differentiate("quadratic", subject.run())
-
     with gpu_kernels(), candidate(name, subject.model), subject.mode or nullcontext():
-        tracked = peak_memory(step, subject.model)["total"]
+        tracked = peak_memory(lambda: differentiate("quadratic", subject.run()), subject.model)["total"]
     subject.model.zero_grad(set_to_none=True)
     with candidate(name, subject.model):
         peak = whole_step(subject).peak
@@ -641,22 +491,14 @@ def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     assert fixed + peak == pytest.approx(tracked, rel=0.01, abs=subject.call.args[0].nbytes)
 
 
-# --------------------------------------------------------------------------------------------- models and training
+BLOCKS = {"bert": "BertLayer", "llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "vit": "ViTLayer"}
+BLOCKS["resnet"] = "ResNetBottleNeckLayer"
 
 
-@pytest.mark.parametrize(
-    ("kind", "block", "count"),
-    [
-        ("bert", "BertLayer", 2),
-        ("llama", "LlamaDecoderLayer", 2),
-        ("gpt2", "GPT2Block", 2),
-        ("vit", "ViTLayer", 2),
-        ("resnet", "ResNetBottleNeckLayer", 7),
-    ],
-)
-def test_blocks(kind: str, block: str, count: int) -> None:
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks(kind: str) -> None:
     blocks = blocks_of(small(kind, fake=True).model)
-    assert [type(module).__name__ for _, module in blocks] == [block] * count
+    assert [type(module).__name__ for _, module in blocks] == [BLOCKS[kind]] * (7 if kind == "resnet" else 2)
 
 
 def test_blocks_that_are_plain_containers() -> None:
@@ -665,23 +507,20 @@ def test_blocks_that_are_plain_containers() -> None:
     def layer(width: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
 
-    model = nn.ModuleDict(
-        {"layers": nn.ModuleList([*(layer(16) for _ in range(3)), layer(32)]), "head": layer(16)}
-    )
+    layers = nn.ModuleList([*(layer(16) for _ in range(3)), layer(32)])
+    model = nn.ModuleDict({"layers": layers, "head": layer(16)})
     assert [path for path, _ in blocks_of(model)] == ["layers.0", "layers.1", "layers.2", "head"]
     model["encoder"] = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2) for _ in range(3)))
     assert [path for path, _ in blocks_of(model)] == [f"encoder.{i}" for i in range(3)]
 
 
 def test_lora_trains_the_adapters() -> None:
-    training = Training(lora=("q_proj", "v_proj"), rank=4)
-    source = hugging_face("llama", SMALL["llama"])
-    subject = prepare(source, training, batch=2, seq=24)
-    trained = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
-    assert trained == 2 * (4 * (64 + 64) + 4 * (64 + 32))  # two layers; half as many heads for the values
-    subject = prepare(source, Training(lora=("all",)), batch=2, seq=24)
-    trained = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
-    assert trained == 2 * 8 * (2 * 128 + 2 * 96 + 3 * (64 + 256))
+    for training, adapters in (  # two layers; half as many heads for the values
+        (Training(lora=("q_proj", "v_proj"), rank=4), 2 * (4 * (64 + 64) + 4 * (64 + 32))),
+        (Training(lora=("all",)), 2 * 8 * (2 * 128 + 2 * 96 + 3 * (64 + 256))),
+    ):
+        subject = prepare(hugging_face("llama", SMALL["llama"]), training, batch=2, seq=24)
+        assert sum(p.numel() for p in subject.model.parameters() if p.requires_grad) == adapters
 
 
 def test_frozen_parts_are_not_counted_as_gradients() -> None:
@@ -693,36 +532,16 @@ def test_frozen_parts_are_not_counted_as_gradients() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    subject = small("gpt2", fake=True)
-    model = subject.model
+    model: Any = small("gpt2", fake=True).model
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_models_are_left_as_they_were() -> None:
-    subject = small("bert", fake=True)
-    before = {name: type(module) for name, module in subject.model.named_modules()}
-    forwards = [vars(module).get("forward") for module in subject.model.modules()]
-    for name in CANDIDATES:
-        saved_by(subject, name)
-    assert {name: type(module) for name, module in subject.model.named_modules()} == before
-    assert [vars(module).get("forward") for module in subject.model.modules()] == forwards
-
-
 def test_inputs_of_a_callable() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.act = nn.Linear(4, 4), nn.GELU()
-
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return self.act(self.linear(a)) + b
-
-    x = torch.randn(3, 4)
-    reports = [
-        measure(lambda inputs=inputs: (Two(), inputs), budgets=()) for inputs in ((x, x), [x, x], {"a": x, "b": x})
-    ]
-    assert [report.rows[0].bytes for report in reports] == [2 * 3 * 4 * 2] * 3
-    assert reports[0].batch is None and reports[0].seq is None
+    x, layers = torch.randn(3, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    two = built(lambda self, a, b: self.layers(a) + b, layers=layers)
+    for inputs in ((x, x), [x, x], {"a": x, "b": x}):
+        report = measure(lambda inputs=inputs: (two, inputs), budgets=())
+        assert (report.rows[0].bytes, report.batch, report.seq) == (2 * 3 * 4 * 2, None, None)
 
 
 def test_a_callable_that_cannot_run_without_memory() -> None:
@@ -770,56 +589,29 @@ def test_blocks_add_up() -> None:
     assert counts[7] - counts[3] == 4 * (counts[3] - counts[2])
 
 
-class Answers(nn.Module):
-    """Returns its loss beside other outputs, in a way of its own."""
-
-    def __init__(self, way: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear, self.way = nn.Linear(8, 8), way
-
-    def forward(self, x: torch.Tensor) -> Any:
-        logits = self.linear(x)
-        return self.way(logits=logits, loss=logits.square().mean())
-
-
 @pytest.mark.parametrize("way", [dict, SimpleNamespace])
 def test_backward_starts_from_the_loss_of_any_output(way: Callable[..., Any]) -> None:
     """A plain dictionary's loss is found, too, and its other outputs get no gradient."""
-    subject = prepare(from_callable(lambda batch: (Answers(way), torch.randn(batch, 8))), batch=2, seq=1)
+    model = built(lambda self, x: way(logits=self.linear(x), loss=self.linear(x).mean()), linear=nn.Linear(8, 8))
+    subject = prepare(from_callable(lambda batch: (model, torch.randn(batch, 8))), batch=2, seq=1)
     assert [start.shape for start in subject.run()] == [()]
-
-
-# ------------------------------------------------------------------------------------------------ the command line
-
-Call = Callable[[str], tuple[int, str, str]]
-MINE = """
-import torch
-from torch import nn
-
-def tiny(batch=1, seq=8):
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(batch, seq, 8)
-"""
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(MODEL)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
 
 
 @pytest.mark.usefixtures("mine")
-def test_command(command: Call, tmp_path: Path) -> None:
+def test_command(command: Command, tmp_path: Path) -> None:
     status, out, err = command("memory mine:tiny --batch 4096 --seq 16 -o a/b.json --plot chart.png")
     assert (status, err) == (0, "")
     text = out.splitlines()
     assert text[0] == "mine:tiny: batch 4096, seq 16, bfloat16; 144 parameters, what needs gradients is trained"
     assert "Sequential saves 3.0 MiB" in text
-    assert [line.split("  ")[0] for line in text if " %" in line and "MiB" in line and line[0] in "bfric"][:4] == [
-        "baseline",
-        "fewbit, 3 bits",
-        "relumix, 2 bits",
-        "inverted",
-    ]
+    names = [line.split("  ")[0] for line in text if " %" in line and "MiB" in line and line[0] in "bfric"]
+    assert names[:4] == ["baseline", "fewbit, 3 bits", "relumix, 2 bits", "inverted"]
     assert out.endswith("wrote a/b.json\nwrote chart.png\n")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "a/b.json").read_text())
@@ -835,8 +627,12 @@ def test_command(command: Call, tmp_path: Path) -> None:
     assert all((row["peak"] is None) == ("compiler" in name) for name, row in rows.items())
 
 
-def test_table_of_the_alternatives(command: Call, tmp_path: Path) -> None:
+def test_table_of_the_alternatives(command: Command, tmp_path: Path) -> None:
     """The commands of the page on measuring give the numbers of its table, setting by setting."""
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['bytes'] / MIB:g}" + (f" (+{100 * row['flops']:.0f} %)" if row["flops"] else "")
+
     page = (ROOT / "docs" / "measuring.md").read_text()
     lines = re.findall(r"^    fitact (memory fitact\.runtime\.measure\.reference:\S+ .*)$", page, re.MULTILINE)
     table = re.findall(r"^\| (?:GELU|SwiGLU), .*? \| (.*) \|$", page, re.MULTILINE)
@@ -846,26 +642,17 @@ def test_table_of_the_alternatives(command: Call, tmp_path: Path) -> None:
     for line, row in zip(lines, table, strict=True):
         assert command(f"{line} -o found.json")[0] == 0
         rows = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
-        assert row.split(" | ") == [_cell(rows[name]) for name in columns], line
+        assert row.split(" | ") == [cell(rows[name]) for name in columns], line
 
 
-def _cell(row: dict[str, Any]) -> str:
-    again = f" (+{100 * row['flops']:.0f} %)" if row["flops"] else ""
-    return f"{row['bytes'] / MIB:g}{again}"
+MISSING = [("--hf bert", "transformers"), ("--timm resnet50", "timm"), ("mine:tiny --lora all", "peft")]
 
 
 @pytest.mark.usefixtures("mine")
-@pytest.mark.parametrize(
-    ("line", "package"),
-    [
-        ("memory --hf bert", "transformers"),
-        ("memory --timm resnet50", "timm"),
-        ("memory mine:tiny --lora all", "peft"),
-    ],
-)
-def test_missing_package(command: Call, monkeypatch: pytest.MonkeyPatch, line: str, package: str) -> None:
+@pytest.mark.parametrize(("line", "package"), MISSING)
+def test_missing_package(command: Command, monkeypatch: pytest.MonkeyPatch, line: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert command(line) == (2, "", f"fitact: {package} is not installed: pip install {package}\n")
+    assert command(f"memory {line}") == (2, "", f"fitact: {package} is not installed: pip install {package}\n")
 
 
 def test_a_model_without_activations() -> None:
@@ -896,53 +683,32 @@ def test_autocast_is_for_parameters_in_float32() -> None:
 
 
 def test_a_model_that_the_compiler_cannot_trace() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.act = nn.Linear(4, 4), nn.GELU()
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is not torch._subclasses.FakeTensor:
+            raise NotImplementedError("only fake tensors")
+        return self.layers(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if type(x) is not torch._subclasses.FakeTensor:
-                raise NotImplementedError("only fake tensors")
-            return self.act(self.linear(x))
-
-    report = measure(lambda batch: (Odd(), torch.randn(batch, 4)))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    report = measure(lambda batch: (built(forward, layers=layers), torch.randn(batch, 4)))
     assert report.notes[-1] == "the compiler cannot trace the model: NotImplementedError: only fake tensors"
     assert report.rows[-1].name == "checkpointing, selective"
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return measure(models_reference.gelu_mlp, batch=2, seq=4096)
-
-
-def test_report_is_a_record(report: Report) -> None:
+def test_report_is_a_record() -> None:
+    shares: list[float] = []
+    report = measure(models_reference.gelu_mlp, batch=2, seq=4096, progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
     again = measure(models_reference.gelu_mlp, batch=2, seq=4096)
-    assert again == report
-    assert again.to_json() == report.to_json()
+    assert again == report and again.to_json() == report.to_json()
     assert sum(report.block.values()) == report.rows[0].bytes == sum(report.operations.values())
     for row in report.rows:
         assert sum(row.kinds.values()) == row.bytes
 
 
-def test_progress_is_told() -> None:
-    shares: list[float] = []
-    measure(models_reference.gelu_mlp, progress=shares.append)
-    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"dtype": "int8"}, "'int8': expected float32"),
-        ({"autocast": "int8"}, "'int8': expected float32"),
-        ({"optimizer": "lion"}, "'lion': expected adamw"),
-        ({"batch": 0}, "batch: expected an integer, 1 or more, got 0"),
-    ],
-)
-def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        measure(models_reference.gelu_mlp, **given)
+def test_wrong_arguments() -> None:
+    for given, expected in {"dtype": "float32", "autocast": "float32", "optimizer": "adamw"}.items():
+        with pytest.raises(UsageError, match=f"'int8': expected {expected}"):
+            measure(models_reference.gelu_mlp, **{given: "int8"})
 
 
 def test_a_class_of_a_user_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Plans that offload: what they count is what the hooks do, on a link whose copies take time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
@@ -13,30 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.base import UsageError
-from fitact.planning.make import Planner
-from fitact.planning.record import GIB
-from fitact.runtime.choose.costs import measure_costs
-from fitact.runtime.choose.policies import BASELINE, FULL, MOVED, POLICIES
-from fitact.runtime.measure.meter import Meter, MeteredLink
-from fitact.runtime.measure.subjects import copied
+from fitact.planning import GIB, Planner
+from fitact.runtime.choose import BASELINE, FULL, MOVED, POLICIES, measure_costs
+from fitact.runtime.measure import Meter, MeteredLink, copied
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import offload
-from tests.plan.test_plan import CPU, Block, equal, results, step
+from tests.plan.test_plan import CPU, Block, Squared, equal, halfway, results, step
 from tests.support.links import SimulatedLink
 
 HOST = torch.device("cpu")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def made() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Model(), torch.randn(16, 64, 32)
+    return Squared(*(Block(32) for _ in range(16))), torch.randn(16, 64, 32)
 
 
 LINK = CPU.link or 0.0
@@ -86,8 +69,7 @@ def test_what_waits_for_a_link() -> None:
 )
 def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peak, time and bytes on the host are those of real tensors; exact gradients are the baseline's."""
-    low, baseline = planner().least(error), planner().fixed + planner().costs.baseline.peak
-    plan = planner().plan((low + share * (baseline - low)) / GIB, error)
+    plan = halfway(planner(), error, share)
     assert any("offloaded" in group.policy for group in plan.groups) and plan.host > 0
     assert f"of pinned memory, of {plan.host_gib:g} GiB" in str(plan)
     model, x = made()
@@ -134,12 +116,3 @@ def test_more_memory_of_the_host_is_no_slower() -> None:
     assert all(b.seconds <= a.seconds * 1.001 for a, b in pairwise(plans))
     assert plans[-1].seconds < plans[0].seconds
     assert MOVED.name in {point.name for point in planner().plan(gib, "exact", front=True).points}
-
-
-def test_a_device_without_a_link() -> None:
-    model, x = made()
-    with pytest.raises(UsageError, match="CPU of a test has no link to a host whose speed is known"):
-        fitact.plan(model, gib=1, host_gib=1, example_inputs=x, device=replace(CPU, link=None))
-    for given, message in (({"host_gib": -1}, "host_gib: expected"), ({"fsdp": 0}, "fsdp: expected")):
-        with pytest.raises(UsageError, match=message):
-            fitact.plan(model, gib=1, example_inputs=x, device=CPU, **given)  # type: ignore[arg-type]

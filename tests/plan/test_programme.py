@@ -1,7 +1,5 @@
 """The programme's optimum is that of all choices for all blocks, one by one."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

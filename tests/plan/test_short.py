@@ -1,33 +1,24 @@
 """A step cut short is the whole step: of like blocks of one policy some run, and one stands for the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.choose.costs import measure_costs, step
-from fitact.runtime.choose.policies import BASELINE, FULL, POLICIES, SELECTIVE, Policy
-from fitact.runtime.measure.blocks import cut, runs_of
-from fitact.runtime.measure.devices import DEVICES
-from fitact.runtime.measure.prepare import prepare
-from fitact.runtime.measure.sources import hugging_face
-from fitact.runtime.measure.subjects import Subject, copied
+from fitact.runtime.choose import BASELINE, FULL, POLICIES, SELECTIVE, Policy, measure_costs, step
+from fitact.runtime.measure import DEVICES, Subject, copied, cut, hugging_face, prepare, runs_of
+from tests.support.built import built
 
-from . import test_plan
+from .test_plan import Block
 
 DEVICE = DEVICES["t4"]
 EXACT, ROUNDING = POLICIES["exact"], POLICIES["rounding"]
 
 
-class Block(test_plan.Block):
-    """A block that may run several times."""
-
-    def __init__(self) -> None:
-        super().__init__(32)
-        self.times = 1
+class Repeated(Block):
+    times = 1
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
@@ -35,21 +26,16 @@ class Block(test_plan.Block):
         return x
 
 
-class Model(nn.Module):
-    """Blocks and a loss, which may read what every block returns."""
+def made(all_read: bool = False) -> Any:
+    """Return blocks and a loss, which may read what every block returns."""
 
-    def __init__(self, all_read: bool = False) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Linear(8, 32), nn.ModuleList(Block() for _ in range(9))
-        self.all_read = all_read
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        read = []
+    def forward(self: Any, x: Tensor) -> Tensor:
+        read = [self.embed(x)]
         for block in self.blocks:
-            x = block(x)
-            read += [x] if self.all_read else []
-        return torch.stack(read or [x]).square().mean()
+            read = [*(read if all_read else []), block(read[-1])]
+        return torch.stack(read).square().mean()
+
+    return built(forward, embed=nn.Linear(8, 32), blocks=nn.ModuleList(Repeated(32) for _ in range(9)))
 
 
 def subject(model: nn.Module) -> Subject:
@@ -67,7 +53,7 @@ ROWS = {
 
 @pytest.mark.parametrize(("policies", "frozen"), ROWS.values(), ids=ROWS)
 def test_a_step_cut_short_is_the_whole_step(policies: list[Policy], frozen: int) -> None:
-    model = Model()
+    model = made()
     for block in [model.embed, *model.blocks][: frozen + 1 if frozen else 0]:
         block.requires_grad_(False)
     of = subject(model)
@@ -93,15 +79,11 @@ def test_full_size_models_are_cut_short(kind: str) -> None:
 
 
 def test_a_model_that_reads_every_block_is_not_cut_short() -> None:
-    assert all(run.steady for run in measure_costs(subject(Model()), DEVICE, [BASELINE]).runs)
-    costs = measure_costs(subject(Model(all_read=True)), DEVICE, [BASELINE])
+    """Nor are blocks that work differently."""
+    assert all(run.steady for run in measure_costs(subject(made()), DEVICE, [BASELINE]).runs)
+    costs = measure_costs(subject(made(all_read=True)), DEVICE, [BASELINE])
     assert not any(run.steady for run in costs.runs)
-
-
-def test_blocks_that_work_differently_are_not_cut_short() -> None:
-    model = Model()
-    block = model.blocks[3]
-    assert isinstance(block, Block)
-    block.times = 2
+    model = made()
+    model.blocks[3].times = 2
     (run,) = runs_of(subject(model))
     assert not run.steady

@@ -1,6 +1,4 @@
-"""What tests of the command line share: small fits made by hand, files, and what lies in a folder."""
-
-from __future__ import annotations
+"""What tests of the command line share: a model, small fits made by hand, files, and what lies in a folder."""
 
 import json
 from pathlib import Path
@@ -8,6 +6,15 @@ from pathlib import Path
 from fitact.fitter.files import FIT
 
 FITS = Path("generated/fits")
+MODEL = """
+from collections import OrderedDict
+import torch
+from torch import nn
+
+def tiny(batch=1, seq=8):
+    layers = {"up": nn.Linear(8, 8), "act": nn.GELU(), "down": nn.Linear(8, 8)}
+    return nn.Sequential(OrderedDict(layers)), torch.randn(batch, seq, 8)
+"""
 
 
 def record(name: str, activation: str = "tanh", **changes: object) -> str:
@@ -39,10 +46,10 @@ def put(path: str | Path, text: str = "") -> Path:
     return path
 
 
-def tree() -> dict[str, bytes | None]:
-    """Return every file and folder below the current one, files with their bytes; without caches."""
-    paths = [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts]
-    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+def tree(folder: Path = Path()) -> dict[str, bytes | None]:
+    """Return every file and folder below one, files with their bytes; without caches."""
+    paths = [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def files() -> list[str]:
