@@ -350,8 +350,8 @@ def _root(expr: Expr, a: float, b: float, side: int) -> Number:
         if low < 0 < high and value(expr, 0, 20) == 0:
             return ZERO
         before, size = low, value(expr, low, 40)
-        at, last = ((low + high) / 2).mid(), high - low
-        for _ in range(400):
+        at, last = _middle(low, high), high - low
+        while True:
             found = value(expr, at, 40)
             if found == 0:
                 return at
@@ -366,8 +366,17 @@ def _root(expr: Expr, a: float, b: float, side: int) -> Number:
             if low < at - step < high and 2 * abs(step) <= abs(last):
                 at, last = (at - step).mid(), step
             else:
-                at, last = ((low + high) / 2).mid(), (high - low) / 2
-        return at
+                at, last = _middle(low, high), (high - low) / 2
+
+
+def _middle(low: Number, high: Number) -> Number:
+    """Return where a bracket is halved: in the middle of its logarithms if it spans magnitudes."""
+    if low < 0 < high:
+        return ZERO
+    if high <= 0:
+        return -_middle(-high, -low)
+    least = low if low > 0 else arb("1e-330")
+    return (least * high).sqrt().mid() if high > 4 * least else ((low + high) / 2).mid()
 
 
 def _sign(found: Interval) -> int:

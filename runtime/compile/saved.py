@@ -19,11 +19,11 @@ BATCHED = (aten.bmm.default, aten.baddbmm.default)
 MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)  # a norm has one
 MAXIMA = aten.amax.default, aten.max.dim  # so has a softmax
 LINEAR = CAST.overloadpacket, aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.clone
-PERIODIC = aten.sin.default, aten.cos.default, aten.tan.default  # an error of half a per cent may be a period
-# As in `quantising`, but for log1p and quotients: in their form the compiler has softplus and SiLU.
+# An error of what these read has no bound. The compiler has softplus and SiLU in the form of log1p and quotients.
 STEEP = (
     *(aten.log.default, aten.log2.default, aten.log10.default, aten.sqrt.default, aten.rsqrt.default),
     *(aten.reciprocal.default, aten.acos.default, aten.acosh.default, aten.asin.default, aten.atanh.default),
+    *(aten.sin.default, aten.cos.default, aten.tan.default),  # an error of half a per cent may be a period
 )
 SOFTMAX = "of a softmax"
 
@@ -181,7 +181,7 @@ class _Graph:
             if is_pointwise(current) and elements(current) >= STATISTIC * elements(base):
                 return Reader("", "a statistic")
             if _is_steep(current, passing, elements(base)):
-                return Reader("", "of a logarithm or root")
+                return Reader("", "of a logarithm, root or sine")
             reader = self._reads(current, passing)
             first = first or reader
             sharp |= reader is not None and reader.kind == "attention"
@@ -203,8 +203,6 @@ class _Graph:
             return Reader("attention" if self._is_batched(node) else "linear")
         if _maximises(node):
             return Reader("", SOFTMAX)
-        if target in PERIODIC:
-            return Reader("", "of a sine")
         if target in MEANS:
             rank, dims = node.all_input_nodes[0].meta["val"].dim(), cast("Any", node.args[1:2])
             over = [dim % rank for dim in (dims[0] if dims and dims[0] else range(rank))]

@@ -187,10 +187,6 @@ class Capture(TorchFunctionMode):
         finally:
             self.current = self._undecided = self._changed = None
 
-    def is_steep(self, func: Function, args: Sequence[Any]) -> bool:
-        """Return whether what a function makes in place must not be recomputed, as it might be from codes."""
-        return False
-
     def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves and backward computes."""
         return Reading(computed, value, self.outside)

@@ -22,13 +22,14 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .blocks import BITS
-from .capture import Call, Capture, Function, is_plain
+from .capture import Call, Capture, Function
 from .recompute import Computed, Reading, Recompute
 from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter, quietly
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
-# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never.
+# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never. A sigmoid
+# is none: it saves its result, which may be small, and a logarithm or a quotient reads it.
 KINDS: Mapping[str, Mapping[str, str]] = {
     "gate": {
         "F": "glu",
@@ -38,10 +39,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "activation": {
         "F": """
             gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu relu6 logsigmoid
-            softsign tanhshrink softshrink hardshrink threshold prelu rrelu sigmoid tanh
+            softsign tanhshrink softshrink hardshrink threshold prelu rrelu tanh
         """,
-        "torch": "sigmoid tanh relu celu selu prelu erf pow sigmoid_ tanh_ relu_ celu_ selu_",
-        "Tensor": "sigmoid tanh relu prelu erf pow __pow__ sigmoid_ tanh_ relu_",
+        "torch": "tanh relu celu selu prelu erf pow tanh_ relu_ celu_ selu_",
+        "Tensor": "tanh relu prelu erf pow __pow__ tanh_ relu_",
     },
     "norm": {
         "F": "layer_norm rms_norm group_norm local_response_norm",
@@ -73,11 +74,6 @@ CLIPPED = F.relu6, F.hardtanh
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
 SHARP = 8  # bits from which the logits of attention are recomputed at least
-EXACT = 32  # of what is stored as it is
-# Logarithms, roots, inverses: near 0 or ±1 an error of what they read has no bound, and codes may be 0.
-_STEEP = "log log2 log10 log1p logit sqrt rsqrt reciprocal acos acosh asin atanh"
-STEEP = cheap.named("torch", _STEEP) | cheap.named("Tensor", _STEEP)
-QUOTIENTS = cheap.named("torch", "div divide true_divide") | cheap.named("Tensor", "div divide __truediv__")
 
 _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
 POLICIES: Mapping[str, Mapping[str, int]] = {
@@ -128,8 +124,8 @@ def kind_of(func: Function, args: Sequence[Any]) -> str | None:
     Composed norms begin with squares. Products with a parameter are linear layers, others attention.
     """
     kind = _KIND_OF.get(func)
-    if func in POWERS and args and type(args[-1]) in (int, float) and args[-1] == 2:
-        return "norm"
+    if func in POWERS and args and type(args[-1]) in (int, float):
+        kind = "norm" if args[-1] == 2 else kind if args[-1] >= 1 else None  # an error near 0 has no bound
     if kind == "attention" and any(isinstance(argument, Tensor) and is_parameter(argument) for argument in args):
         return "linear"
     return kind
@@ -163,29 +159,6 @@ class Quantising(Capture):
         self._last = (func, args) if made[1] else None
         return made
 
-    def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], recomputed_by: Any = None) -> Any:
-        """Make a cheap call as `Capture` does; what a steep function reads is stored as it is."""
-        steep = _steep(func, args)
-        exact = None if steep is None else self._stored_exactly(steep)
-        output = super().cheap(func, args, kwargs, recomputed_by)
-        del exact  # which the output's recomputation has by now
-        return output
-
-    def is_steep(self, func: Function, args: Sequence[Any]) -> bool:
-        """Return whether an error of what a function reads has no bound."""
-        return _steep(func, args) is not None
-
-    def _stored_exactly(self, tensor: Tensor) -> Stored | None:
-        """Store a tensor as it is if it is in codes, or would be recomputed from such."""
-        mark: Mark | None = mark_of(tensor.untyped_storage())
-        if mark is None or not mark.is_inside(self.hooks) or not tensor.requires_grad:
-            return None
-        known = mark.alive(version_of_saved(tensor))
-        if any(type(other) is Quantised for other in known) or _bits_of(mark.recompute, tensor.numel()) < EXACT:
-            base = base_of(tensor)
-            return self.store(tensor if base is None or is_dense(tensor) else base, mark, False)
-        return None
-
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
         self._last = None
@@ -197,23 +170,16 @@ class Quantising(Capture):
             stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)
             if stored is not None:
                 stored.readers += 1
-            elif tensor.requires_grad and _bits_of(mark.recompute, tensor.numel()) < least:
+            elif tensor.requires_grad and _bits_of(mark.recompute) < least:
                 stored = self.store(tensor, mark, not tensor.is_leaf)
         if stored is None:
             stored = super().pack(tensor)
         return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
-        """Store a tensor as `Capture` does, or quantised; codes in fewer bits are freed."""
-        stored = (self._quantised(tensor, mark) if grows else None) or super().added(tensor, mark, grows)
-        whole = type(stored) is Quantised or self.hooks is None or is_dense(tensor)
-        for other in [*mark.alive(stored.version)] if whole else ():
-            if type(other) is Quantised and other is not stored and not other.replaced:
-                mark.forget(other)
-                other.replace(stored)
-                stored.readers += other.readers
-                stored.needed = True
-        return stored
+        """Store a tensor as `Capture` does, or quantised."""
+        stored = self._quantised(tensor, mark) if grows else None
+        return stored or super().added(tensor, mark, grows)
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor is stored in no more bits than what it would be computed from."""
@@ -261,13 +227,6 @@ class Quantising(Capture):
         return quantised
 
 
-def _steep(func: Function, args: Sequence[Any]) -> Tensor | None:
-    """Return what a function reads that is steep near 0 or ±1; None if it is no such function."""
-    root = func in POWERS and len(args) > 1 and type(args[1]) in (int, float) and args[1] < 1
-    read = args[:1] if root or func in STEEP else args[1:2] if func in QUOTIENTS else ()
-    return read[0] if read and is_plain(read[0]) else None
-
-
 def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> Tensor | None:
     """Return where the slope of a kind of ReLU is 1, by what it saves; None of other functions.
 
@@ -295,8 +254,7 @@ def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
     return storage_id(weight[0]) != storage_id(tensor) and not tensor.numel() == size != x.numel()
 
 
-def _bits_of(recompute: Recompute | None, elements: int) -> int:
-    """Return in how few bits what a tensor is recomputed from is stored, unless it is a statistic of that."""
+def _bits_of(recompute: Recompute | None) -> int:
+    """Return in how few bits what a tensor is recomputed from is stored."""
     leaves = () if recompute is None else recompute.leaves()
-    quantised = (leaf for leaf in leaves if type(leaf) is Quantised and leaf.elements <= STATISTIC * elements)
-    return min((leaf.bits for leaf in quantised), default=EXACT)
+    return min((leaf.bits for leaf in leaves if type(leaf) is Quantised), default=SHARP)

@@ -380,6 +380,6 @@ class Reading:
         differentiated = torch.is_grad_enabled()
         with quietly() if differentiated else without_torch_function():
             tensor = self.computed.read(self.layout)
-            if differentiated and isinstance(self.computed, Quantised) and not self.computed.replaced:
+            if differentiated and isinstance(self.computed, Quantised):
                 tensor = self.computed.decoded(tensor)
         return tensor

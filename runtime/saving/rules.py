@@ -78,7 +78,7 @@ def _changing(
     if mark is not None:
         if func in cheap.PURE:
             pure = cheap.PURE[func], args, kwargs
-        if not args or (pure is not None and capture.is_steep(*pure[:2])):
+        if not args:
             pure = None
         before = mark.recompute
         if before is not None and (before.version != version_of(x) or base_of(x) is not None):

@@ -130,13 +130,11 @@ class Mark:
         layout = layout_of(tensor)
         for ref in self.known:
             stored = ref()
-            if stored is not None and stored.version == version and (stored.layout == layout or stored.replaced):
+            if stored is None or stored.version != version:
+                continue
+            if stored.layout == layout or (stored.replaced and type(stored) is not Quantised):
                 return stored
         return None
-
-    def forget(self, stored: Stored) -> None:
-        """Let nobody else read what is stored."""
-        self.known = [ref for ref in self.known if ref() is not stored]
 
     def needed(self) -> list[Stored]:
         """Return what is stored of the memory that something is recomputed from."""
@@ -546,7 +544,6 @@ class Quantised(Stored):
     """The whole memory of a tensor in block codes, decoded once in each pass for all that read it.
 
     Attributes:
-        elements: of the memory.
         bits: of a code.
         signs: whether elements that are not 0 have their sign.
         guard: counts changes of the tensor in place.
@@ -560,7 +557,7 @@ class Quantised(Stored):
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
         n, columns = tensor.numel(), next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
-        self._shape, self.elements = (n // columns, columns) if n % columns == 0 else (n, 1), n
+        self._shape = (n // columns, columns) if n % columns == 0 else (n, 1)
         self._dtype, self.bits, self.signs, self.version = tensor.dtype, bits, signs, version_of_saved(tensor)
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
@@ -573,8 +570,6 @@ class Quantised(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the memory."""
-        if self.replaced and isinstance(self.sources[0], Stored):  # in more bits
-            return self.sources[0].read(layout)
         return self.made().as_strided(*layout)
 
     def _make(self) -> Tensor:
@@ -586,8 +581,8 @@ class Quantised(Stored):
         return True
 
     def is_decoded(self) -> bool:
-        """Return whether the tensor is decoded still."""
-        return not self.replaced or super().is_decoded()
+        """Return True."""
+        return True
 
     def decoded(self, tensor: Tensor) -> Tensor:
         """Return a tensor that was decoded, such that it is saved in its codes where gradients are differentiated.

@@ -106,6 +106,7 @@ SCORED = {"bmm: attention 8", "clone: attention 8", "addmm: activation 4"}
 ALL_OF_IT = SCORED | {"div: attention 8", "bitwise_not: mask 1", "add: linear 4", "addmm: saved by the loss"}
 SHARP = {"addmm: norm 8", "_scaled_dot_product_flash_attention_for_cpu: attention 8"}
 SCALED = {"mean: linear 4", "addmm: a statistic", "mul: linear 4"}
+STEEP = {"addmm: of a logarithm, root or sine"}
 SIZE, IMAGE = (2, 128, 64), (4, 8, 16, 16)
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]]] = {
     "scores": (scored, SIZE, 0.9, SCORED | {"bmm: of a softmax"}),
@@ -115,13 +116,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
     "batch norm": (lambda: convolved(nn.BatchNorm2d(64)), IMAGE, 0.9, {"convolution: of a norm over the batch"}),
     "group norm": (lambda: convolved(nn.GroupNorm(4, 64)), IMAGE, 0.9, {"convolution: norm 4"}),
     "statistic": (scaled, (32, 512, 8, 8), 1.0, SCALED),
-    "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x)), (128, 256), 0.9, {"addmm: of a sine"}),
-    "log": (
-        lambda: Gelu(act=lambda x: x.abs().add(0.01).log()),
-        (128, 256),
-        0.9,
-        {"addmm: of a logarithm or root"},
-    ),
+    "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x) + F.gelu(x)), (128, 256), 0.9, STEEP),
+    "log": (lambda: Gelu(act=lambda x: (x * x + 0.01).log()), (128, 256), 0.9, STEEP),
     "swiglu": (SwiGLU, (128, 256), 0.9, {"mm: activation 4", "mm: gate 4"}),
 }
 

@@ -1,4 +1,4 @@
-"""What a logarithm, a root, an inverse or a quotient reads is no code, which may be 0 or far off beside it."""
+"""What a logarithm, a root, an inverse or a quotient reads of a sigmoid is no code, which may be 0."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fitact.runtime.measure import count_saved
 
 STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "log": lambda x: torch.log(torch.sigmoid(x)),
-    "of a sum": lambda x: torch.log(F.relu(x) + 1e-3),
     "of a part": lambda x: (lambda s: torch.cat([torch.log(s[:, :128]), s[:, 128:]], 1))(torch.sigmoid(x)),
     "and a product": lambda x: (lambda s: (s * x) * torch.log(s))(torch.sigmoid(x)),
     "in place": lambda x: torch.sigmoid(x).add(0).sqrt_(),
     "sqrt": lambda x: torch.sqrt(torch.sigmoid(x)),
     "rsqrt": lambda x: torch.rsqrt(torch.sigmoid(x)),
     "inverse": lambda x: 1 / torch.sigmoid(x),
+    "inverse as a power": lambda x: (x * x + 0.5) ** -1,
     "power": lambda x: torch.sigmoid(x) ** 0.3,
     "quotient": lambda x: torch.tanh(x) / (torch.sigmoid(x) + 0.01),
     "two": lambda x: torch.log(torch.sigmoid(x) + 1e-8) + torch.log(1 - torch.sigmoid(x) + 1e-8),
