@@ -49,9 +49,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def storage_id(of: Tensor | torch.UntypedStorage) -> int:
     """Return the identity of a storage: the same for all its tensors, and unique among storages that are alive.
 
-    The public `data_ptr()` is 0 for every storage without memory, such as those of fake tensors.
+    The public `data_ptr()` is 0 for every storage without memory, such as those of fake tensors. A sparse tensor
+    has none, and counts by itself.
     """
-    return int((of.untyped_storage() if isinstance(of, Tensor) else of)._cdata)
+    if isinstance(of, Tensor):
+        return int(of.untyped_storage()._cdata) if of.layout is torch.strided else id(of)
+    return int(of._cdata)
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fitact.base import JobError, UsageError, flags, quote
@@ -195,7 +196,8 @@ def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[t
         with change(model), count_saved(model, detail=detail) as saved:
 
             def where(tensor: Tensor) -> tuple[str, int]:
-                own = storage_id(tensor) in saved.owned or saved.place is None
+                dense = tensor.layout is torch.strided
+                own = not dense or storage_id(tensor) in saved.owned or saved.place is None
                 return saved.place.module[1] if saved.place else "", 0 if own else tensor.nbytes
 
             with observing(where) as seen:

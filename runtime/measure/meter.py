@@ -148,7 +148,9 @@ class Meter(OperationMode):
         self.clock += work.seconds
 
     def born(self, tensor: Tensor) -> None:
-        """Count a tensor's memory while it is alive."""
+        """Count a tensor's memory while it is alive; a sparse one is not counted."""
+        if tensor.layout is not torch.strided:
+            return
         storage = tensor.untyped_storage()
         key, size = storage_id(storage), storage.nbytes()
         if key in self.there or key in self.alive:

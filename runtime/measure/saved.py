@@ -138,10 +138,14 @@ class Saved:
     def add(self, tensor: Tensor, kind: str = "") -> Callable[[], None]:
         """Count a tensor's storage, if it is new and no module owns it; by default its kind is the operation's.
 
+        A sparse tensor, which has no storage, is not counted.
+
         Returns:
             A function to call if the tensor turns out not to be saved.
 
         """
+        if tensor.layout is not torch.strided:
+            return lambda: None
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key not in self.owned:

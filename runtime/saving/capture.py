@@ -310,7 +310,10 @@ class Capture(TorchFunctionMode):
     def _stored(self, tensor: Tensor) -> Stored:
         if self.hooks is None or (self.hooks.own and is_leaf(tensor)):
             return Stored(tensor, None)
-        return Stored(tensor, self.hooks).settle()
+        stored = Stored(tensor, self.hooks)
+        if self.current is None:
+            stored.first = 0  # a function of the user's, whose node is older than those that its forward records
+        return stored.settle()
 
     def _is_argument(self, tensor: Tensor) -> bool:
         assert self.current is not None

@@ -153,7 +153,12 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
     made = recomputed(capture.call, func, args, kwargs) if capture.recompute_attention else None
     if made is not None:
         call, tensors = made
+        number = next_call()  # before those of the operations in its forward
         output = capture.plain(func, args, kwargs, lambda: RecomputedAttention.apply(call, *tensors))  # type: ignore[no-untyped-call]
+        for tensor in tensors:
+            mark = None if tensor is None else mark_of(tensor.untyped_storage())
+            for stored in () if tensor is None or mark is None else mark.alive(version_of(tensor)):
+                stored.read_by(number)
         set_recompute(capture, output, call.run, tensors, {})
         return output
     shared: list[Stored] = []

@@ -414,3 +414,24 @@ def test_sharded_models(method: str | None, first: bool) -> None:
         assert fitact.revert(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Sparse(nn.Module):
+    """A product with a sparse matrix, whose gradient needs that matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.up(x))))
+        return y
+
+
+def test_sparse_tensors() -> None:
+    """They are stored as they are, and not counted."""
+    x = torch.randn(16, 64)
+    report = fitact.convert(Sparse(), example_inputs=x)
+    assert report.gradient is not None and report.gradient.error == 0
+    assert (report.saved_before, report.saved_after) == (3 * x.nbytes, 2 * x.nbytes)
+    assert fitact.plan(Sparse(), gib=1, example_inputs=x).fits

@@ -253,6 +253,15 @@ def test_checkpointed_if_it_runs_again(around: str) -> None:
     assert not differences(expected, again)
 
 
+def test_in_a_checkpoint_if_it_runs_again() -> None:
+    """A checkpoint gives each tensor once, and attention's is read twice: for its gradients and its output."""
+    model, x = attending(), torch.randn(2, 8, 32)
+    expected = observed(model, AROUND["checkpoint"], x)
+    model.zero_grad()
+    fitact.convert(model, recompute_attention=True)
+    assert not differences(expected, observed(model, AROUND["checkpoint"], x))
+
+
 def biased(p: float) -> nn.Module:
     def call(m: Any, x: Tensor) -> Tensor:
         q, k, v = (layer(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in m.qkv)

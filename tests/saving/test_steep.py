@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
