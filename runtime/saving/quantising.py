@@ -60,6 +60,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "Tensor": "matmul bmm mm baddbmm __matmul__ __rmatmul__",
     },
 }
+SIGMOIDS = cheap.named("F", "sigmoid") | cheap.named("torch", "sigmoid") | cheap.named("Tensor", "sigmoid")
 POWERS = cheap.named("Tensor", "pow __pow__") | cheap.named("torch", "pow")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
 KINKED = cheap.named("F", "relu relu6 leaky_relu prelu rrelu elu celu selu threshold hardtanh")
@@ -184,7 +185,11 @@ class Quantising(Capture):
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor is stored in no more bits than what it would be computed from."""
         least = min((leaf.bits for leaf in leaves if type(leaf) is Quantised), default=None)
-        return least is None or (type(stored) is Quantised and not stored.signs and stored.bits <= least)
+        return (
+            least is None
+            or stored.small
+            or (type(stored) is Quantised and not stored.signs and stored.bits <= least)
+        )
 
     def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""
@@ -202,6 +207,7 @@ class Quantising(Capture):
         if isinstance(output, Tensor) and output.requires_grad and storage is output.untyped_storage():
             quantised = self._quantised(output, mark_of(storage))
         if quantised is None:
+            stored.small = self._last is not None and self._last[0] in SIGMOIDS
             return super().settle(stored, storage, output)
         stored.recompute_instead(Reading(quantised, output, self.outside))
         return quantised

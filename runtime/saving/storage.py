@@ -292,11 +292,12 @@ class Stored(Made):
         instead: what it is computed by, if that turned out to add less before it was settled.
         recompute: how to recompute it, if it waits for another tensor to be stored.
         stays: whether it is never replaced: one that was is computed from it, or its memory is stored twice.
+        small: whether it is in no codes only since one of a small number might be 0; it may be computed from such.
 
     """
 
     ours, needed, separate, instead = False, False, False, None
-    stays, _spoilt = False, False
+    stays, small, _spoilt = False, False, False
     recompute: Any = None
     guard: Tensor | None = None
     _guard: Any = None
