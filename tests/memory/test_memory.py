@@ -577,18 +577,6 @@ def test_a_large_model() -> None:
     assert (blocks, round(parameters / 1e8)) == (32, 120) and most < 4 * 2**20
 
 
-@pytest.mark.full
-def test_blocks_add_up() -> None:
-    """Bytes are affine in the number of blocks, and each saves what is counted of one."""
-    counts = {}
-    for layers in (2, 3, 7):
-        subject = small("llama", fake=True, num_hidden_layers=layers)
-        saved = saved_by(subject)
-        counts[layers] = saved.bytes
-    assert counts[3] - counts[2] == sum(saved.by_kind(blocks_of(subject.model)[3][0]).values())
-    assert counts[7] - counts[3] == 4 * (counts[3] - counts[2])
-
-
 @pytest.mark.parametrize("way", [dict, SimpleNamespace])
 def test_backward_starts_from_the_loss_of_any_output(way: Callable[..., Any]) -> None:
     """A plain dictionary's loss is found, too, and its other outputs get no gradient."""
