@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import math
 import re
@@ -432,38 +433,30 @@ def quadratic(batch: int = 2, seq: int = 8) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(batch, seq, 64)
 
 
+def padded(bend: int, tile: int) -> Callable[[int], int]:
+    """Return bytes that are padded to tiles, and bend beyond what was measured."""
+    return lambda n: -(-(3 * n * n + 200 * n + bend * max(n - 60, 0)) // tile) * tile
+
+
+def flat(size: int, degree: int) -> Callable[[int], int]:
+    """Return bytes of which the optimizer's step needs most, up to a size."""
+    return lambda n: 1000 + 37 * max(n - size, 0) + (degree - 1) * max(n - size, 0) ** 2
+
+
+CURVES: list[Any] = [(padded(*given), (8, 16, 24), 8) for given in itertools.product((0, 30), (1, 512))]
+CURVES += [(flat(size, degree), range(1, degree + 2), 22) for size in (1, 2, 5, 40, 700) for degree in (1, 2)]
+
+
 @pytest.mark.parametrize("limit", [None, 90])
-@pytest.mark.parametrize("tile", [1, 512])
-@pytest.mark.parametrize("bend", [0, 30], ids=["parabola", "bent"])
-def test_the_largest_size_takes_few_measurements(bend: int, tile: int, limit: int | None) -> None:
-    """Against every size in turn, for bytes that are padded to tiles, and that bend beyond what was measured."""
-
-    def needed(size: int) -> int:
-        return -(-(3 * size * size + 200 * size + bend * max(size - 60, 0)) // tile) * tile
-
-    for room in range(0, 80_000, 3_001):
-        curve = Curve(needed, limit, (8, 16, 24))
-        most = max((size for size in range(1, limit or 200) if needed(size) <= room), default=0)
-        if limit is not None and needed(limit) <= room:
-            most = limit
-        assert curve.largest(room) == most
-        assert len(curve.measured) <= 3 + 5
-
-
-@pytest.mark.parametrize("nodes", [(1, 2), (1, 2, 3)], ids=["line", "parabola"])
-@pytest.mark.parametrize("flat", [1, 2, 5, 40, 700])
-def test_what_is_measured_first_may_be_flat(flat: int, nodes: tuple[int, ...]) -> None:
-    """The optimizer's step may need most, up to some size. No size is tried that is far beyond what fits."""
-
-    def needed(size: int) -> int:
-        return 1000 + 37 * max(size - flat, 0) + (len(nodes) - 2) * max(size - flat, 0) ** 2
-
-    for room in range(1000, 90_000, 1_733):
-        curve = Curve(needed, None, nodes)
+@pytest.mark.parametrize(("needed", "nodes", "tries"), CURVES)
+def test_the_largest_size_takes_few_measurements(needed: Any, nodes: Any, tries: int, limit: int | None) -> None:
+    """No size is tried that is far beyond what fits."""
+    for room in range(0, 90_000, 1_733):
+        curve = Curve(needed, limit, nodes)
         most = curve.largest(room)
-        assert needed(most) <= room < needed(most + 1)
-        assert max(curve.measured) <= max(8 * most, 3)
-        assert len(curve.measured) <= 22
+        assert most == 0 or needed(most) <= room
+        assert most == limit or needed(most + 1) > room
+        assert len(curve.measured) <= tries and max(curve.measured) <= max(8 * most, nodes[-1])
 
 
 def test_attention_of_pytorchs_own_modules() -> None:
