@@ -28,16 +28,11 @@ def model() -> nn.Sequential:
     return nn.Sequential(MLP(p=0.1), MLP(p=0.1), nn.BatchNorm1d(16))
 
 
-class Halved(torch.autograd.Function):
-    """The identity, with half the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient / 2
+def halved(x: Tensor) -> Tensor:
+    """Return what is given, with half the gradient."""
+    x = x * 1
+    x.register_hook(lambda gradient: gradient / 2)
+    return x
 
 
 def own(function: Callable[[Tensor], Any]) -> nn.Module:
@@ -111,7 +106,7 @@ def test_wrong_forward() -> None:
 
 
 def test_wrong_backward() -> None:
-    found = verified("1.act", lambda x: Halved.apply(F.gelu(x)))
+    found = verified("1.act", lambda x: F.gelu(halved(x)))
     assert not found.outputs and next(iter(found.passed)) == "1.fc1" and found.readers == ("1.act",)
     assert found.passed["1.fc1"] == pytest.approx(0.5)
     assert "1.fc2.weight" not in found.gradients and found.gradients["1.fc1.weight"] == pytest.approx(0.5)
