@@ -281,19 +281,16 @@ def test_by_module_by_operation_by_kind() -> None:
     assert len(torch.nn.modules.module._global_forward_hooks) == 0
 
 
-def test_what_the_next_layer_saves_is_its_own() -> None:
-    """ReLU saves its output, which the linear layer saves anyway."""
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    with count_saved(model, detail=True) as saved:
-        model(torch.randn(10, 8))
-    assert saved.by_kind() == {"linear": 10 * (8 + 32) * 4}
-
-
-def test_generated_activations_are_activations() -> None:
-    model = nn.Sequential(nn.Linear(64, 128), fitact.activation("gelu", bits=2))
-    with count_saved(model, detail=True) as saved:
-        model(torch.randn(64, 64))
-    assert saved.by_kind() == {"linear": 64 * 64 * 4, "activation": 8192 * 2 // 8}
+def test_kinds_of_activations() -> None:
+    """ReLU saves its output, which the next layer saves anyway; generated ones have bits of their own."""
+    for activation, kinds in (
+        (nn.ReLU(), {"linear": 64 * (64 + 128) * 4}),
+        (fitact.activation("gelu", bits=2), {"linear": 64 * (64 + 128) * 4, "activation": 8192 * 2 // 8}),
+    ):
+        model = nn.Sequential(nn.Linear(64, 128), activation, nn.Linear(128, 8))
+        with count_saved(model, detail=True) as saved:
+            model(torch.randn(64, 64))
+        assert saved.by_kind() == kinds
     with count_saved(detail=True) as saved:
         fitact.activation("silu")(torch.randn(64, 64, requires_grad=True))
     assert saved.by_operation() == {"fitact.forward": 8192 * 3 // 8}
