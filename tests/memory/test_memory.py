@@ -227,14 +227,12 @@ def test_selective_recomputation_of_gpt3() -> None:
         model = models_reference.Block(nn.GELU(), heads, hidden, fused=fused, dropout=0.1)
         return model, torch.randn(1, seq, hidden)
 
-    composed, fused = (
-        saved_by(prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
-    )
+    subjects = [prepare(from_callable(partial(block, fused)), batch=1, seq=seq) for fused in (False, True)]
+    composed, fused = map(saved_by, subjects)
     assert composed.bytes == sum(terms.values()) + 4 * seq * 2  # mean and deviation of two norms
     assert fused.bytes == composed.bytes - terms["scores"] + heads * seq * 4  # the logarithm of each row's sum
-    subject = prepare(from_callable(partial(block, False)), batch=1, seq=seq)
-    with subject.mode or nullcontext():
-        flops = work_of(lambda: subject.run()).flops
+    with subjects[0].mode:
+        flops = work_of(subjects[0].run).flops
     assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7
 
 
