@@ -377,8 +377,8 @@ def test_show(thing: str, command: Command) -> None:
     assert status == 0
     for shown in SHOWN[thing].split("|"):
         head, _, words = shown.partition(": ")
-        found = any(line.strip().startswith(head) and words in line for line in out.splitlines())
-        assert found or shown in out, shown
+        there = any(line.strip().startswith(head) and words in line for line in out.splitlines())
+        assert there or shown in out, shown
 
 
 def test_show_fits_side_by_side(command: Command) -> None:

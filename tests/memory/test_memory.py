@@ -204,16 +204,16 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
     """34bsh + 5bs²a, of a block as it assumes; a norm also saves the mean and deviation of each row."""
     saved = saved_by(reference("composed_block", batch=batch, seq=seq))
     unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
-    found: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
     for path, size in saved.by_module().items():
-        found[path.partition(".")[0]] += size
+        groups[path.partition(".")[0]] += size
     # inputs of two products, q, k, v and a mask; the softmax in and out of its dropout, and a mask
     attention = 2 * unit + 6 * unit + 2 * unit + unit + (2 * scores + 2 * scores + scores)
     mlp = 2 * unit + 8 * unit + 8 * unit + unit  # inputs of a product, GELU and a product, and a mask
-    assert found == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
+    assert groups == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
     terms = closed_form(batch, seq, 1024, 16)
     assert terms == {"attention": 11 * unit, "scores": 5 * scores, "mlp": mlp, "norms": 4 * unit}
-    assert sum(terms.values()) == 34 * unit + 5 * scores == sum(found.values()) - 2 * rows
+    assert sum(terms.values()) == 34 * unit + 5 * scores == sum(groups.values()) - 2 * rows
 
 
 def test_selective_recomputation_of_gpt3() -> None:
@@ -378,10 +378,10 @@ def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     else:
         source = from_callable(getattr(models_reference, name))
         fake, real = (prepare(source, batch=2, seq=256, dtype=HALF, fake=fake) for fake in (True, False))
-    (found,) = compiled(replace(fake, device="cpu"), [budget])
+    (graph,) = compiled(replace(fake, device="cpu"), [budget])
     with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(real.model) as saved:
         torch.compile(real.model)(*real.call.args, **real.call.kwargs)
-    assert found.saved.bytes == saved.bytes
+    assert graph.saved.bytes == saved.bytes
 
 
 def test_codes_under_the_compiler() -> None:
