@@ -29,7 +29,7 @@ def tiny(batch=1, seq=3):
     return nn.Sequential(*blocks, nn.Softmax(-1)), torch.randn(batch, seq, 8)
 
 seeds = [torch.Generator().manual_seed(i) for i in range(50)]
-sample = lambda: (nn.Sequential(nn.GELU()), (torch.randn(2000, generator=one) * 0.7 - 1 for one in seeds))
+sample = lambda: (nn.Sequential(nn.GELU()), (torch.randn(2000, generator=seed) * 0.7 - 1 for seed in seeds))
 wide = lambda: (nn.Sequential(nn.GELU()), torch.linspace(-40, 40, 1001))
 named = lambda: (tiny()[0], {"input": torch.ones(2, 8)})
 several = lambda: (tiny()[0], torch.utils.data.DataLoader([(torch.ones(8),)] * 5, batch_size=2))

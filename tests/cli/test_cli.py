@@ -307,14 +307,10 @@ def examples_of(command: str) -> list[str]:
 
 # Layers repeat, so that two show what 24 or 32 do; the compiler takes longest, and is in the others' examples.
 SHALLOW = {"num_hidden_layers=24": "num_hidden_layers=2", "--hf llama": "--hf llama --set num_hidden_layers=2"}
-SHALLOW |= {
-    "plan --hf bert": "plan --hf bert --set num_hidden_layers=2",
-    "--hf gpt2 --gib 12": "--hf gpt2 --set n_layer=2 --gib 2",
-}
-SHALLOW |= {
-    "--timm convnext_atto": "--timm convnext_atto --no-compiler",
-    "--seq 2048 --lora q": "--no-compiler --lora q",
-}
+SHALLOW |= {"plan --hf bert": "plan --hf bert --set num_hidden_layers=2"}
+SHALLOW |= {"--hf gpt2 --gib 12": "--hf gpt2 --set n_layer=2 --gib 2"}
+SHALLOW |= {"--timm convnext_atto": "--timm convnext_atto --no-compiler"}
+SHALLOW |= {"--seq 2048 --lora q": "--no-compiler --lora q"}
 MEASURING = ("memory", "plan")
 
 
@@ -381,8 +377,8 @@ def test_show(thing: str, command: Command) -> None:
     assert status == 0
     for shown in SHOWN[thing].split("|"):
         head, _, words = shown.partition(": ")
-        found = any(line.strip().startswith(head) and words in line for line in out.splitlines())
-        assert found or shown in out, shown
+        there = any(line.strip().startswith(head) and words in line for line in out.splitlines())
+        assert there or shown in out, shown
 
 
 def test_show_fits_side_by_side(command: Command) -> None:

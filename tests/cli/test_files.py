@@ -137,9 +137,9 @@ for _ in range(100):
 """
     running = [subprocess.Popen([sys.executable, "-c", code, "folder", letter]) for letter in "abcd"]
     assert [process.wait(timeout=120) for process in running] == [0] * 4
-    found = tree(Path("folder"))
-    assert found.keys() == {"a", "b"}
-    assert all(data == data[:1] * 5000 and data[:1] in b"abcd" for data in found.values())
+    written = tree(Path("folder"))
+    assert written.keys() == {"a", "b"}
+    assert all(data == data[:1] * 5000 and data[:1] in b"abcd" for data in written.values())
 
 
 FIT = ROOT / "generated/fits/tanh_output.json"

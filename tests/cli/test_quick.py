@@ -176,8 +176,8 @@ plan --hf gpt2 -> gpt2
 def test_completed_by_the_shell(row: str) -> None:
     line, expected = row.split(" -> ")
     *words, word = line.split()
-    found = ShellComplete(cli, {}, "fitact", "_FITACT_COMPLETE").get_completions(words, word)
-    assert sorted(one.value for one in found) == expected.split()
+    offered = ShellComplete(cli, {}, "fitact", "_FITACT_COMPLETE").get_completions(words, word)
+    assert sorted(each.value for each in offered) == expected.split()
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def linear() -> nn.Linear:
 
 
 def spectrum(self: Any, x: Tensor) -> Tensor:
-    """Have an activation of complex numbers, one of real ones, and one of indices."""
+    """Have activations of complex numbers, of real numbers and of indices."""
     wave = self.bend(torch.fft.rfft(self.embedding(self.index(x.argmax(-1) % 4))))
     return self.out(self.act(torch.view_as_real(wave).flatten(-2)))
 

@@ -67,18 +67,15 @@ OVERWRITING = """
 Hardswish hardswish_fewbit3  Hardsigmoid hardsigmoid_fewbit1  Hardtanh hardtanh_fewbit1
 Mish mish_fewbit3  ReLU6 relu6_fewbit2  SiLU silu_fewbit3
 """
-FUNCTIONS: list[tuple[Any, str]] = [
+PLAIN: list[tuple[Any, str]] = [
+    *((getattr(nn, kind)(), name) for kind, name in pairs(MODULES)),
+    (nn.GELU(approximate="tanh"), "gelu_tanh_fewbit3"),
+    (nn.Threshold(1.0, 0.0), "threshold_fewbit1"),
     *((getattr(F, name), f"{name}_fewbit3") for name in ("gelu", "silu", "tanh", "mish", "softplus")),
     *((function, "relu_fewbit1") for function in (F.relu, torch.relu, torch.Tensor.relu)),
     (torch.tanh, "tanh_fewbit3"),
     (torch.sigmoid, "sigmoid_fewbit3"),
     (partial(F.gelu, approximate="tanh"), "gelu_tanh_fewbit3"),
-]
-PLAIN: list[tuple[Any, str]] = [
-    *((getattr(nn, kind)(), name) for kind, name in pairs(MODULES)),
-    (nn.GELU(approximate="tanh"), "gelu_tanh_fewbit3"),
-    (nn.Threshold(1.0, 0.0), "threshold_fewbit1"),
-    *FUNCTIONS,
 ]
 LIBRARIES = {
     "transformers.activations": """

@@ -1,5 +1,6 @@
 """A training run with Lightning's Trainer: the same losses, and what its loggers get."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +10,19 @@ from torch import Tensor, nn
 
 from tests.support.saving import differences
 
-pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+lightning: Any = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+FitactCallback: Any = import_module("fitact.integrations.lightning").FitactCallback
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[dict[str, float]], Any]:
     """Return losses and parameters, what the logger got, and the module."""
-    import lightning.pytorch as lightning
-    from lightning.pytorch.loggers.logger import DummyLogger
 
-    class Recorder(DummyLogger):  # type: ignore[misc, unused-ignore]
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            recorded.append(metrics)
-
-    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(
-                nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 8)
-            )
+            first = nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128)
+            self.layers = nn.Sequential(*first, nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 8))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -42,7 +37,7 @@ def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[di
             return self.loss(batch)
 
     class Short(Module):
-        def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        def training_step(self, batch: Tensor) -> Tensor:
             return self.loss(batch)
 
     losses: list[float] = []
@@ -52,15 +47,15 @@ def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[di
     module = Module() if named else Short()
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     quiet |= {"enable_checkpointing": False, "default_root_dir": folder, "log_every_n_steps": 1}
-    trainer = lightning.Trainer(max_epochs=2, logger=Recorder(), callbacks=[*callbacks], **quiet)
+    logger = import_module("lightning.pytorch.loggers.logger").DummyLogger()
+    logger.log_metrics = lambda metrics, step=None: recorded.append(metrics)
+    trainer = lightning.Trainer(max_epochs=2, logger=logger, callbacks=[*callbacks], **quiet)
     trainer.fit(module, data)
     return (losses, dict(module.named_parameters())), recorded, module
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_same_training(named: bool, tmp_path: Path) -> None:
-    from fitact.integrations.lightning import FitactCallback
-
     callback = FitactCallback(error="exact")
     expected, _, _ = run(tmp_path, named=named)
     found, recorded, module = run(tmp_path, callback, named=named)
@@ -73,8 +68,6 @@ def test_same_training(named: bool, tmp_path: Path) -> None:
 
 
 def test_rounding(tmp_path: Path) -> None:
-    from fitact.integrations.lightning import FitactCallback
-
     callback = FitactCallback("rounding")
     _, recorded, _ = run(tmp_path, callback)
     (first,) = [metrics for metrics in recorded if "fitact/saved" in metrics]

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fitact
 from fitact.base import FitWarning, UsageError
+from fitact.integrations.step import converted
+from fitact.integrations.transformers import FitactCallback
 from fitact.runtime.measure import imported
 from fitact.runtime.restore import Inputs
 from tests.support.models import batch_of, made
@@ -17,22 +18,7 @@ from tests.support.saving import differences
 transformers = imported("transformers")
 
 
-class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {name: one[0] for name, one in batch_of("llama", seed=number).items()}
-
-
-class Logger(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
-    """What wandb's callback is: it gets the logs."""
-
-    def __init__(self) -> None:
-        self.logs: list[dict[str, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.logs.append(dict(logs))
+TEXTS = [{name: each[0] for name, each in batch_of("llama", seed=i).items()} for i in range(8)]
 
 
 def trained(model: Any, folder: Path, *callbacks: Any, steps: int = 3, **given: Any) -> tuple[Any, Any]:
@@ -41,7 +27,7 @@ def trained(model: Any, folder: Path, *callbacks: Any, steps: int = 3, **given: 
     arguments = transformers.TrainingArguments(
         str(folder), use_cpu=True, max_steps=steps, per_device_train_batch_size=2, seed=3, **quiet, **given
     )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[*callbacks])
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=TEXTS, callbacks=[*callbacks])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
@@ -50,15 +36,14 @@ def trained(model: Any, folder: Path, *callbacks: Any, steps: int = 3, **given: 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_same_training(autocast: bool, tmp_path: Path) -> None:
-    from fitact.integrations.transformers import FitactCallback
-
     baseline, model = made("llama lora, dropout"), made("llama lora, dropout")
-    logger, callback = Logger(), FitactCallback(error="exact")
+    logger, callback, logs = transformers.TrainerCallback(), FitactCallback(error="exact"), []
+    logger.on_log = lambda *_, **given: logs.append(dict(given["logs"]))  # as wandb's callback gets them
     given = {"bf16": autocast, "gradient_accumulation_steps": 2}
     expected, _ = trained(baseline, tmp_path, **given)
     found, trainer = trained(model, tmp_path, logger, callback, **given)
     assert len(expected[0]) == 3 and not differences(expected, found)
-    first = logger.logs[0]
+    first = logs[0]
     assert 0 < first["fitact/saved"] < 0.6 * first["fitact/saved_before"]
     assert 0 < first["fitact/peak"] < first["fitact/peak_before"]
     assert first["fitact/gradient_error"] == 0
@@ -69,8 +54,6 @@ def test_same_training(autocast: bool, tmp_path: Path) -> None:
 
 
 def test_rounding_and_a_second_run(tmp_path: Path) -> None:
-    from fitact.integrations.transformers import FitactCallback
-
     model, callback = made("llama lora, dropout"), FitactCallback("rounding")
     _, trainer = trained(model, tmp_path, callback)
     first = trainer.state.log_history[0]
@@ -82,8 +65,6 @@ def test_rounding_and_a_second_run(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    from fitact.integrations.transformers import FitactCallback
-
     model = made("llama")
     inputs = batch_of("llama")
     planner = fitact.planner(model, example_inputs=inputs)
@@ -97,9 +78,6 @@ def test_plan(tmp_path: Path) -> None:
 
 
 def test_says_that_it_does_nothing(tmp_path: Path) -> None:
-    from fitact.integrations.step import converted
-    from fitact.integrations.transformers import FitactCallback
-
     with pytest.warns(FitWarning, match="does nothing here: the model saves nothing"):
         report, logged = converted(torch.nn.Linear(4, 4), Inputs((torch.randn(2, 4),)), "exact", gradients=True)
     assert report is not None and logged["fitact/saved"] == logged["fitact/saved_before"] > 0

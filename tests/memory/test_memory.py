@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import math
 import re
@@ -203,16 +204,16 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
     """34bsh + 5bs²a, of a block as it assumes; a norm also saves the mean and deviation of each row."""
     saved = saved_by(reference("composed_block", batch=batch, seq=seq))
     unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
-    found: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
     for path, size in saved.by_module().items():
-        found[path.partition(".")[0]] += size
+        groups[path.partition(".")[0]] += size
     # inputs of two products, q, k, v and a mask; the softmax in and out of its dropout, and a mask
     attention = 2 * unit + 6 * unit + 2 * unit + unit + (2 * scores + 2 * scores + scores)
     mlp = 2 * unit + 8 * unit + 8 * unit + unit  # inputs of a product, GELU and a product, and a mask
-    assert found == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
+    assert groups == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
     terms = closed_form(batch, seq, 1024, 16)
     assert terms == {"attention": 11 * unit, "scores": 5 * scores, "mlp": mlp, "norms": 4 * unit}
-    assert sum(terms.values()) == 34 * unit + 5 * scores == sum(found.values()) - 2 * rows
+    assert sum(terms.values()) == 34 * unit + 5 * scores == sum(groups.values()) - 2 * rows
 
 
 def test_selective_recomputation_of_gpt3() -> None:
@@ -226,14 +227,12 @@ def test_selective_recomputation_of_gpt3() -> None:
         model = models_reference.Block(nn.GELU(), heads, hidden, fused=fused, dropout=0.1)
         return model, torch.randn(1, seq, hidden)
 
-    composed, fused = (
-        saved_by(prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
-    )
+    subjects = [prepare(from_callable(partial(block, fused)), batch=1, seq=seq) for fused in (False, True)]
+    composed, fused = map(saved_by, subjects)
     assert composed.bytes == sum(terms.values()) + 4 * seq * 2  # mean and deviation of two norms
     assert fused.bytes == composed.bytes - terms["scores"] + heads * seq * 4  # the logarithm of each row's sum
-    subject = prepare(from_callable(partial(block, False)), batch=1, seq=seq)
-    with subject.mode or nullcontext():
-        flops = work_of(lambda: subject.run()).flops
+    with subjects[0].mode:
+        flops = work_of(subjects[0].run).flops
     assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7
 
 
@@ -280,19 +279,16 @@ def test_by_module_by_operation_by_kind() -> None:
     assert len(torch.nn.modules.module._global_forward_hooks) == 0
 
 
-def test_what_the_next_layer_saves_is_its_own() -> None:
-    """ReLU saves its output, which the linear layer saves anyway."""
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    with count_saved(model, detail=True) as saved:
-        model(torch.randn(10, 8))
-    assert saved.by_kind() == {"linear": 10 * (8 + 32) * 4}
-
-
-def test_generated_activations_are_activations() -> None:
-    model = nn.Sequential(nn.Linear(64, 128), fitact.activation("gelu", bits=2))
-    with count_saved(model, detail=True) as saved:
-        model(torch.randn(64, 64))
-    assert saved.by_kind() == {"linear": 64 * 64 * 4, "activation": 8192 * 2 // 8}
+def test_kinds_of_activations() -> None:
+    """ReLU saves its output, which the next layer saves anyway; generated ones have bits of their own."""
+    for activation, kinds in (
+        (nn.ReLU(), {"linear": 64 * (64 + 128) * 4}),
+        (fitact.activation("gelu", bits=2), {"linear": 64 * (64 + 128) * 4, "activation": 8192 * 2 // 8}),
+    ):
+        model = nn.Sequential(nn.Linear(64, 128), activation, nn.Linear(128, 8))
+        with count_saved(model, detail=True) as saved:
+            model(torch.randn(64, 64))
+        assert saved.by_kind() == kinds
     with count_saved(detail=True) as saved:
         fitact.activation("silu")(torch.randn(64, 64, requires_grad=True))
     assert saved.by_operation() == {"fitact.forward": 8192 * 3 // 8}
@@ -382,10 +378,10 @@ def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     else:
         source = from_callable(getattr(models_reference, name))
         fake, real = (prepare(source, batch=2, seq=256, dtype=HALF, fake=fake) for fake in (True, False))
-    (found,) = compiled(replace(fake, device="cpu"), [budget])
+    (graph,) = compiled(replace(fake, device="cpu"), [budget])
     with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(real.model) as saved:
         torch.compile(real.model)(*real.call.args, **real.call.kwargs)
-    assert found.saved.bytes == saved.bytes
+    assert graph.saved.bytes == saved.bytes
 
 
 def test_codes_under_the_compiler() -> None:
@@ -432,38 +428,30 @@ def quadratic(batch: int = 2, seq: int = 8) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(batch, seq, 64)
 
 
+def padded(bend: int, tile: int) -> Callable[[int], int]:
+    """Return bytes that are padded to tiles, and bend beyond what was measured."""
+    return lambda n: -(-(3 * n * n + 200 * n + bend * max(n - 60, 0)) // tile) * tile
+
+
+def flat(size: int, degree: int) -> Callable[[int], int]:
+    """Return bytes of which the optimizer's step needs most, up to a size."""
+    return lambda n: 1000 + 37 * max(n - size, 0) + (degree - 1) * max(n - size, 0) ** 2
+
+
+CURVES: list[Any] = [(padded(*given), (8, 16, 24), 8) for given in itertools.product((0, 30), (1, 512))]
+CURVES += [(flat(size, degree), range(1, degree + 2), 22) for size in (1, 2, 5, 40, 700) for degree in (1, 2)]
+
+
 @pytest.mark.parametrize("limit", [None, 90])
-@pytest.mark.parametrize("tile", [1, 512])
-@pytest.mark.parametrize("bend", [0, 30], ids=["parabola", "bent"])
-def test_the_largest_size_takes_few_measurements(bend: int, tile: int, limit: int | None) -> None:
-    """Against every size in turn, for bytes that are padded to tiles, and that bend beyond what was measured."""
-
-    def needed(size: int) -> int:
-        return -(-(3 * size * size + 200 * size + bend * max(size - 60, 0)) // tile) * tile
-
-    for room in range(0, 80_000, 3_001):
-        curve = Curve(needed, limit, (8, 16, 24))
-        most = max((size for size in range(1, limit or 200) if needed(size) <= room), default=0)
-        if limit is not None and needed(limit) <= room:
-            most = limit
-        assert curve.largest(room) == most
-        assert len(curve.measured) <= 3 + 5
-
-
-@pytest.mark.parametrize("nodes", [(1, 2), (1, 2, 3)], ids=["line", "parabola"])
-@pytest.mark.parametrize("flat", [1, 2, 5, 40, 700])
-def test_what_is_measured_first_may_be_flat(flat: int, nodes: tuple[int, ...]) -> None:
-    """The optimizer's step may need most, up to some size. No size is tried that is far beyond what fits."""
-
-    def needed(size: int) -> int:
-        return 1000 + 37 * max(size - flat, 0) + (len(nodes) - 2) * max(size - flat, 0) ** 2
-
-    for room in range(1000, 90_000, 1_733):
-        curve = Curve(needed, None, nodes)
+@pytest.mark.parametrize(("needed", "nodes", "tries"), CURVES)
+def test_the_largest_size_takes_few_measurements(needed: Any, nodes: Any, tries: int, limit: int | None) -> None:
+    """No size is tried that is far beyond what fits."""
+    for room in range(0, 90_000, 1_733):
+        curve = Curve(needed, limit, nodes)
         most = curve.largest(room)
-        assert needed(most) <= room < needed(most + 1)
-        assert max(curve.measured) <= max(8 * most, 3)
-        assert len(curve.measured) <= 22
+        assert most == 0 or needed(most) <= room
+        assert most == limit or needed(most + 1) > room
+        assert len(curve.measured) <= tries and max(curve.measured) <= max(8 * most, nodes[-1])
 
 
 def test_attention_of_pytorchs_own_modules() -> None:
@@ -575,18 +563,6 @@ def test_a_large_model() -> None:
     """The process that measures 12 billion parameters never has 4 GiB."""
     blocks, parameters, most = map(int, python(PROGRAM).split())
     assert (blocks, round(parameters / 1e8)) == (32, 120) and most < 4 * 2**20
-
-
-@pytest.mark.full
-def test_blocks_add_up() -> None:
-    """Bytes are affine in the number of blocks, and each saves what is counted of one."""
-    counts = {}
-    for layers in (2, 3, 7):
-        subject = small("llama", fake=True, num_hidden_layers=layers)
-        saved = saved_by(subject)
-        counts[layers] = saved.bytes
-    assert counts[3] - counts[2] == sum(saved.by_kind(blocks_of(subject.model)[3][0]).values())
-    assert counts[7] - counts[3] == 4 * (counts[3] - counts[2])
 
 
 @pytest.mark.parametrize("way", [dict, SimpleNamespace])

@@ -30,7 +30,7 @@ class Seen(OperationMode):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta", None])
 def test_a_fake_tensor_is_where_it_was_made(device: str | None) -> None:
-    """Also where there is no such device; and a real one has its values."""
+    """Also where there is no such device; and a real tensor has its values."""
     with FakeTensorMode() if device else nullcontext(), Seen() as seen:
         x = torch.ones(8, device=device)
         y = F.gelu(x).sum()

@@ -47,7 +47,7 @@ def put(path: str | Path, text: str = "") -> Path:
 
 
 def tree(folder: Path = Path()) -> dict[str, bytes | None]:
-    """Return every file and folder below one, files with their bytes; without caches."""
+    """Return every file and folder below a folder, files with their bytes; without caches."""
     paths = [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
