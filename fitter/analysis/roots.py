@@ -342,13 +342,11 @@ def _filled(parts: list[Part]) -> list[Part]:
 def _root(expr: Expr, a: float, b: float, side: int) -> Number:
     """Return the root of a formula in (a, b), to 25 digits or more; `side` is its sign at a, which differs at b.
 
-    Each step is the secant's through the last two points, or halves the bracket where that is not half as long as
-    the step before. None is shorter than the error that is allowed, so that two points are soon around the root.
+    Each step is the secant's, or halves the bracket where that is not half as long as the step before. None is
+    shorter than the error that is allowed, so that two points are soon around the root.
     """
     with ctx.workprec(200):
         low, high = arb(a), arb(b)
-        if low < 0 < high and value(expr, 0, 20) == 0:
-            return ZERO
         before, size = low, value(expr, low, 40)
         at, last = _middle(low, high), high - low
         while True:
@@ -360,9 +358,9 @@ def _root(expr: Expr, a: float, b: float, side: int) -> Number:
             step = (found * (at - before) / (found - size)).mid()
             if high - low <= 2 * close:
                 return (at - step).mid() if low < at - step < high else at
+            before, size = at, found
             if abs(step) < close:
                 step = close if at == high else -close
-            before, size = at, found
             if low < at - step < high and 2 * abs(step) <= abs(last):
                 at, last = (at - step).mid(), step
             else:
@@ -371,12 +369,9 @@ def _root(expr: Expr, a: float, b: float, side: int) -> Number:
 
 def _middle(low: Number, high: Number) -> Number:
     """Return where a bracket is halved: in the middle of its logarithms if it spans magnitudes."""
-    if low < 0 < high:
-        return ZERO
-    if high <= 0:
-        return -_middle(-high, -low)
-    least = low if low > 0 else arb("1e-330")
-    return (least * high).sqrt().mid() if high > 4 * least else ((low + high) / 2).mid()
+    if low < 0:
+        return ZERO if high > 0 else -_middle(-high, -low)
+    return ((low + high) / 2 if high <= 4 * low else (low.max(arb("1e-330")) * high).sqrt()).mid()
 
 
 def _sign(found: Interval) -> int:
