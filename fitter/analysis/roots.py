@@ -354,7 +354,7 @@ def _root(expr: Expr, a: float, b: float, side: int) -> Number:
             if found == 0:
                 return at
             low, high = (at, high) if sign_of(found) == side else (low, at)
-            close = arb("1e-28") * abs(at)
+            close = (arb("1e-28") * abs(at)).max(arb("1e-340"))  # a root nearer to 0 is 0 as a float64
             step = (found * (at - before) / (found - size)).mid()
             if high - low <= 2 * close:
                 return (at - step).mid() if low < at - step < high else at
@@ -371,7 +371,7 @@ def _middle(low: Number, high: Number) -> Number:
     """Return where a bracket is halved: in the middle of its logarithms if it spans magnitudes."""
     if low < 0:
         return ZERO if high > 0 else -_middle(-high, -low)
-    return ((low + high) / 2 if high <= 4 * low else (low.max(arb("1e-330")) * high).sqrt()).mid()
+    return ((low + high) / 2 if high <= 4 * low else (low.max(arb("1e-345")) * high).sqrt()).mid()
 
 
 def _sign(found: Interval) -> int:

@@ -201,3 +201,21 @@ def test_exact_values_never_fail() -> None:
 def test_orders(text: str, expected: float) -> None:
     assert order(parse(text), flint.arb(0), 1) == expected
     assert math.isnan(order(parse(text), flint.arb(0), -1)) == (text == "sqrt(x)")
+
+
+FAR = {
+    ("x**2 - 2", 0.0, 1.7e308): "sqrt(2)",
+    ("log(x) - 1", 1e-300, 1e300): "e",
+    ("log(x) + 300", -REALS, REALS): "exp(-300)",
+    ("x**3 - 1e-290", -REALS, REALS): "mpf(10)**(-290/mpf(3))",
+    ("tanh(x) - 0.5", 0.0, 1.7e308): "atanh(mpf(1)/2)",
+    ("x**0.1 - 5", 0.0, 1.7e308): "mpf(5)**10",
+    ("x**0.001 - 0.01", 0.0, 1.0): "0",  # 1e-2000, which is 0 as a float64
+}
+
+
+@pytest.mark.parametrize(("formula", "low", "high"), FAR)
+def test_in_a_bracket_of_many_magnitudes(formula: str, low: float, high: float) -> None:
+    with mpmath.workdps(40):
+        expected = float(eval(FAR[formula, low, high], dict(vars(mpmath))))
+    assert roots(parse(formula), low, high).at.tolist() == [expected]
