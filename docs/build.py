@@ -1,6 +1,6 @@
 """Build the reference: commands.md from `--help`, api.md from docstrings, gallery.md from the shipped fits.
 
-Tables between the marks of other pages are those of `tables.py`.
+Tables between the marks of other pages are those of `benchmarks/tables.py`.
 
     python docs/build.py [--check] [--pictures]
 
@@ -327,8 +327,8 @@ def pages() -> dict[Path, str]:
 
 def with_results() -> dict[Path, str]:
     """Return the pages that have tables of measurements between their marks."""
-    sys.path.insert(0, str(DOCS))
-    from tables import filled
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.tables import filled
 
     pages = {path: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
     return {path: filled(text) for path, text in pages.items() if "<!-- end -->" in text}

@@ -4,7 +4,7 @@
 
 For each size and dtype: forward, backward and both, medians in milliseconds, all taking turns; the ratio to the
 same activation of PyTorch; the bytes autograd saves for each element. Beside the shipped modules: PyTorch's
-activation under torch.compile, the same with a memory budget of 0.7. glibc is told to keep what is freed, as the
+activation under torch.compile, the same with a memory budget of 0.7. glibc keeps what is freed, as the
 allocators do that PyTorch's tuning guide recommends (jemalloc, tcmalloc): otherwise giving pages back and asking
 for them again takes as long as the work, for some rows and not for others.
 An interrupt keeps what is finished. The picture is beside the JSON.

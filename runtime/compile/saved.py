@@ -237,7 +237,7 @@ def _attends(node: fx.Node) -> bool:
 
 
 def _is_steep(node: fx.Node, passing: Collection[fx.Node], size: int) -> bool:
-    """Return whether an error of what a node reads has no bound; not of a statistic of so many elements."""
+    """Return whether an error of what a node reads has no bound; a statistic of `size` elements has one."""
     if node.target not in STEEP and not (node.target is aten.pow.Tensor_Scalar and cast("Any", node.args[1]) < 1):
         return False
     read = node.all_input_nodes[0]

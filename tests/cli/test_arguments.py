@@ -59,4 +59,4 @@ def test_integers_of_any_type(bits: Any) -> None:
     assert type(fitact.activation("gelu", bits=bits)).__name__ == name
     converted = model()
     fitact.convert(converted, "fewbit", bits=bits)
-    assert type(converted[1]).__name__ == name  # type: ignore[index]
+    assert type(converted[1]).__name__ == name

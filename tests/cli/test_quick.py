@@ -140,7 +140,7 @@ def test_devices_of_the_plan() -> None:
     from fitact.runtime.measure.devices import DEVICES
 
     (device,) = (option.type for option in plan.params if option.name == "device")
-    assert list(device.choices) == list(DEVICES)  # type: ignore[attr-defined]
+    assert list(device.choices) == list(DEVICES)
 
 
 @pytest.mark.parametrize("text", ["from torch import *", "globals()['tiny'] = print", "def tiny(): pass"])

@@ -60,7 +60,7 @@ def test_the_catalog_is_of_formulas_that_are_finite() -> None:
 @pytest.mark.parametrize("start", [float("inf"), float("nan"), 1e-300, 1e300, 1, True, "1"])
 def test_starts_that_float32_cannot_hold(start: object) -> None:
     with pytest.raises(UsageError, match="learned parameter 'a': expected a start that float32 holds"):
-        Number("a", start)  # type: ignore[arg-type]
+        Number("a", start)
 
 
 def test_a_number_that_is_named_as_an_exponent() -> None:

@@ -83,7 +83,7 @@ def test_says_that_it_does_nothing(tmp_path: Path) -> None:
     assert report is not None and logged["fitact/saved"] == logged["fitact/saved_before"] > 0
     compiled = torch.compile(torch.nn.Linear(4, 4))
     with pytest.warns(FitWarning, match="is compiled: use fitact.compile"):
-        assert converted(compiled, Inputs((torch.randn(2, 4),)), "exact", gradients=True) == (None, {})  # type: ignore[arg-type, unused-ignore]
+        assert converted(compiled, Inputs((torch.randn(2, 4),)), "exact", gradients=True) == (None, {})
     with pytest.warns(FitWarning, match="cannot be run"):
         assert converted(torch.nn.Linear(4, 4), Inputs((torch.randn(2, 5),)), "exact", gradients=False)[1] == {}
     with pytest.raises(UsageError, match="expected one of both"):

@@ -434,7 +434,7 @@ def padded(bend: int, tile: int) -> Callable[[int], int]:
 
 
 def flat(size: int, degree: int) -> Callable[[int], int]:
-    """Return bytes of which the optimizer's step needs most, up to a size."""
+    """Return bytes; up to a size the optimizer's step needs most."""
     return lambda n: 1000 + 37 * max(n - size, 0) + (degree - 1) * max(n - size, 0) ** 2
 
 

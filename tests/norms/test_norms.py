@@ -399,5 +399,5 @@ def test_wrong_use(norm: nn.Module, layer: nn.Module, message: str) -> None:
     good = nn.Linear(SIZE, 2)
     state = copy.deepcopy(good.state_dict())
     with pytest.raises(UsageError, match=message):
-        merge_norm(norm, [good, layer])  # type: ignore[list-item]
+        merge_norm(norm, [good, layer])
     torch.testing.assert_close(good.state_dict(), state, rtol=0, atol=0)

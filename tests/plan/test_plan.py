@@ -325,7 +325,7 @@ def test_wrong_arguments() -> None:
         ({"host_gib": 1, "device": unlinked}, "CPU of a test has no link to a host whose speed is known"),
     ):
         with pytest.raises(UsageError, match=message):
-            fitact.plan(model, **({"gib": 1, "example_inputs": x} | given))  # type: ignore[arg-type]
+            fitact.plan(model, **({"gib": 1, "example_inputs": x} | given))
 
 
 def test_devices() -> None:

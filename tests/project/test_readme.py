@@ -265,7 +265,9 @@ def test_times_in_the_context() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "saving_cpu.json").read_text())
     assert {(one["width"], one["tokens"], results["threads"]) for one in results["layers"]} == {(512, 1024, 1)}
     longer = [100 * one["time"]["exact"] - 100 for one in results["layers"]]
-    assert f"takes {min(longer):.0f} to {max(longer):.0f} % longer" in flat()
+    coded = [100 * one["time"]["rounding"] - 100 for one in results["layers"]]
+    said = "takes {:.0f} to {:.0f} % longer, with 8 bits {:.0f} to {:.0f} %"
+    assert said.format(min(longer), max(longer), min(coded), max(coded)) in flat()
     gated, linear = (results["microseconds"][label]["ratio"] for label in ("LayerNorm, SwiGLU", "linear"))
     assert f"takes {gated:.1f} times as long with it" in flat()
     assert f"where nothing can be saved, {linear:.1f} times" in flat()

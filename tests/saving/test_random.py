@@ -182,5 +182,5 @@ def test_random_programs(first: int, count: int) -> None:
         assert not isinstance(found, str), (seed, found)
         for one, other in zip(expected, found, strict=True):
             assert (one is None) == (other is None), seed
-            assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7)), seed  # type: ignore[union-attr]
+            assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7)), seed
     assert raised  # such programs are among them

@@ -279,7 +279,7 @@ class Locked(MLP):
         return {name: one for name, one in vars(self).items() if name != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self.lock = threading.Lock()
 
 

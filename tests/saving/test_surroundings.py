@@ -309,7 +309,7 @@ def compiled(parts: bool, of: Example, model: nn.Module) -> Any:
     """As a whole in one graph, or one layer alone: then what is around it is not."""
     torch._dynamo.reset()
     if not parts:
-        return trained(of, torch.compile(model, backend="aot_eager", fullgraph=True))  # type: ignore[arg-type]
+        return trained(of, torch.compile(model, backend="aot_eager", fullgraph=True))
     for one in model.modules():
         if isinstance(one, (nn.GELU, RMSNorm, nn.SiLU)):
             one.compile(backend="aot_eager")

@@ -1,25 +1,22 @@
-"""The tables of the pages, each from a record in benchmarks/results, by the names of the marks around them."""
+"""The tables of the documents, each from a record in `results`, by the names of the marks around them."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from benchmarks import budgets, layers
+from benchmarks.evidence import blocks, checkpoints, convolutions
+from benchmarks.evidence.run import tables as antibody
+from benchmarks.gpu import tables as gpu
+from benchmarks.gpu.tables import table
 
-from benchmarks import budgets, layers  # noqa: E402
-from benchmarks.evidence import blocks, checkpoints, convolutions  # noqa: E402
-from benchmarks.evidence.run import tables as antibody  # noqa: E402
-from benchmarks.gpu import tables as gpu  # noqa: E402
-from benchmarks.gpu.tables import table  # noqa: E402
-
+RESULTS = Path(__file__).parent / "results"
 MARKED = re.compile(r"(<!-- table: ([\w ,-]+) -->).*?(<!-- end -->)", re.DOTALL)
 Rows = Sequence[Sequence[str]]
 
@@ -27,7 +24,7 @@ Rows = Sequence[Sequence[str]]
 @cache
 def record(name: str) -> Any:
     """Return what a benchmark measured."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def filled(text: str) -> str:
