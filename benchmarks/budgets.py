@@ -32,7 +32,7 @@ DEVICE = DEVICES["rtx4090"]
 LAYERS = "num_hidden_layers"
 TINY = {"hidden_size": 2048, "intermediate_size": 5632, LAYERS: 22}
 TINY |= {"num_attention_heads": 32, "num_key_value_heads": 4}
-ALIKE = {
+EVERY_BLOCK = {
     "baseline": BASELINE,
     "checkpointing": FULL,
     "selective checkpointing": SELECTIVE,
@@ -68,7 +68,7 @@ def planned(sizes: dict[str, Any], training: Training, memories: tuple[float, ..
     without.host = 0
     baseline = planner.costs.baseline.work.seconds
     rows = []
-    for name, policy in ALIKE.items():
+    for name, policy in EVERY_BLOCK.items():
         blocks = [policy for run in planner.costs.runs for _ in run.blocks]
         done = step(subject, DEVICE, planner.costs.runs, blocks)
         seconds = done.work.seconds
@@ -77,8 +77,8 @@ def planned(sizes: dict[str, Any], training: Training, memories: tuple[float, ..
     rows += partitioned(sizes, training, planner.fixed, sum(len(run.blocks) for run in planner.costs.runs))
     for gib in memories:
         for error in ERRORS:
-            for one, name in ((without, "plan"), (planner, "plan, offloading")):
-                plan = one.plan(gib, error)
+            for chooser, name in ((without, "plan"), (planner, "plan, offloading")):
+                plan = chooser.plan(gib, error)
                 policies = {group.policy: len(group.blocks) for group in plan.groups}
                 row = Row(f"{name}, {error}", plan.peak, plan.host, gib)
                 if plan.fits:
@@ -90,12 +90,12 @@ def planned(sizes: dict[str, Any], training: Training, memories: tuple[float, ..
 
 def partitioned(sizes: dict[str, Any], training: Training, fixed: int, blocks: int) -> list[Row]:
     """Return a row for each budget of the compiler: the least of its peak, its FLOPs beside those at budget 1."""
-    found = []
+    measured = []
     for few in FEW:
         subject = prepare(hugging_face("llama", {**sizes, LAYERS: few}), training, batch=BATCH, seq=SEQ)
-        found.append(compiled(subject, BUDGETS))
+        measured.append(compiled(subject, BUDGETS))
     rows = []
-    for small, large in zip(*found, strict=True):
+    for small, large in zip(*measured, strict=True):
         saved, flops = (
             a + (b - a) * (blocks - FEW[0]) // (FEW[1] - FEW[0])
             for a, b in ((small.saved.bytes, large.saved.bytes), (small.flops, large.flops))

@@ -82,7 +82,7 @@ def shipped() -> float:
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FitWarning)
-        made = [again(one) for one in fits]
+        made = [again(fit) for fit in fits]
     plan(made)
     return time.perf_counter() - start
 

@@ -148,12 +148,12 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, dy:
     """Run forward and backward, and return the gradients in float32."""
     model.zero_grad()
     call(x).backward(dy)
-    return {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def whole(gradient: dict[str, Tensor]) -> Tensor:
     """Return all gradients as one."""
-    return torch.cat([one.flatten() for one in gradient.values()])
+    return torch.cat([part.flatten() for part in gradient.values()])
 
 
 def written(number: float) -> float | None:
@@ -190,17 +190,17 @@ def compare(name: str) -> Iterator[dict[str, Any]]:
     x = x.bfloat16() if x.is_floating_point() else x
     dy = torch.randn_like(model(x))
     plain: Tensor | None = None
-    for way, options in ways().items():
+    for variant, options in ways().items():
         torch.compiler.reset()
         call = run_graphs(model, options, BUDGET)
-        found = whole(gradients(model, call, x, dy))
-        plain = found if plain is None else plain
+        gradient = whole(gradients(model, call, x, dy))
+        plain = gradient if plain is None else plain
         with count_saved(model) as saved:
             saved.owned.add(storage_id(x))
             y = call(x)
         del y
-        off = written(float((found - plain).norm() / plain.norm()))
-        yield {"model": name, "way": way, "bytes": round(saved.bytes / tokens / LAYERS), "whole": off}
+        off = written(float((gradient - plain).norm() / plain.norm()))
+        yield {"model": name, "way": variant, "bytes": round(saved.bytes / tokens / LAYERS), "whole": off}
 
 
 def timed(name: str) -> dict[str, dict[str, float]]:
@@ -215,17 +215,17 @@ def timed(name: str) -> dict[str, dict[str, float]]:
         functorch.patch(activation_memory_budget=BUDGET, enable_autograd_cache=False),
         inductor.patch(fx_graph_cache=False),
     ):
-        for way, options in ways().items():
-            if "bits" in way:
+        for variant, options in ways().items():
+            if "bits" in variant:
                 continue
             metrics.reset()
             call = torch.compile(model, fullgraph=True, dynamic=False, options=options)
-            steps[way] = partial(_run, partial(gradients, model, call, x, dy))
-            steps[way]()
-            kernels[way] = metrics.generated_kernel_count
+            steps[variant] = partial(_run, partial(gradients, model, call, x, dy))
+            steps[variant]()
+            kernels[variant] = metrics.generated_kernel_count
     times = measured(steps)
     first = times["compiler alone"]
-    return {way: {"kernels": kernels[way], "time": round(times[way] / first, 3)} for way in steps}
+    return {variant: {"kernels": kernels[variant], "time": round(times[variant] / first, 3)} for variant in steps}
 
 
 def _run(step: Callable[[], Any]) -> None:

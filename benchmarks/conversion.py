@@ -184,8 +184,8 @@ def variants(kind: str, subject: Subject, norms: bool) -> Iterator[tuple[str, Ar
     """Yield what a model has, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
     yield NORMS[kind] if norms else "", nullcontext()
     for (method, bits), name in STEPS[kind].items():
-        way = Policy(name, method=method, bits=bits)
-        yield f"{name} and {NORMS[kind]}" if norms else name, changed([subject.model], [way])
+        policy = Policy(name, method=method, bits=bits)
+        yield f"{name} and {NORMS[kind]}" if norms else name, changed([subject.model], [policy])
     if not norms:
         for error in ERRORS:
             yield f"saving, {error}", attaching(subject.model, {"": partial(saving, error)})
@@ -194,17 +194,17 @@ def variants(kind: str, subject: Subject, norms: bool) -> Iterator[tuple[str, Ar
 def vit(tuning: str) -> Iterator[Row]:
     """Measure ViT-B/16 as Approx-BP trains it: batch 64, mixed precision, AdamW, LoRA of rank 4 or full tuning."""
     training = VIT_LORA if tuning == "LoRA" else Training()
-    found: dict[str, tuple[int, int]] = {}
+    measured: dict[str, tuple[int, int]] = {}
     for norms in (False, True):
         source = hugging_face("vit")
         given = (merged(source, training, torch.float32), None) if norms else (source, training)
         subject = prepare(*given, batch=64, seq=1, dtype=torch.float32)
         for what, around in variants("vit", subject, norms):
             with around:
-                found[what] = saved(subject, True), peak(subject, True)
-    baseline, whole_baseline = found.pop("")
+                measured[what] = saved(subject, True), peak(subject, True)
+    baseline, whole_baseline = measured.pop("")
     setting = f"{tuning}, batch 64, mixed precision"
-    for what, (saved_bytes, whole) in found.items():
+    for what, (saved_bytes, whole) in measured.items():
         published = VIT_PUBLISHED.get((tuning, what))
         yield Row("ViT-B/16", setting, what, baseline, saved_bytes, whole_baseline, whole, published, "peak")
 
@@ -221,15 +221,15 @@ def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
     """
     bf16, training = torch.bfloat16, Training(lora=PROJECTIONS, rank=64)
     batch, seq = 4, 640  # 512 tokens of the source and 128 of the target
-    found: dict[str, list[int]] = {}
+    measured: dict[str, list[int]] = {}
     for norms, layers in product((False, True), (1, 2)):
         source = hugging_face("llama", {"num_hidden_layers": layers, "dtype": "bfloat16"})
         given = (merged(source, training, bf16), None) if norms else (source, training)
         subject = prepare(*given, batch=batch, seq=seq, dtype=bf16)
         for what, around in variants("llama", subject, norms):
             with around:
-                found.setdefault(what, []).append(saved(subject))
-    composed = {what: one + (LLAMA_LAYERS - 1) * (two - one) for what, (one, two) in found.items()}
+                measured.setdefault(what, []).append(saved(subject))
+    composed = {what: single + (LLAMA_LAYERS - 1) * (two - single) for what, (single, two) in measured.items()}
     subject = prepare(hugging_face("llama"), training, batch=batch, seq=seq, dtype=bf16)
     checks = {}
     for what, around in variants("llama", subject, norms=False):

@@ -136,10 +136,10 @@ def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
         return model_of(name, TRAININGS[0], layers), inputs_of(name)
 
     subject = prepare(from_callable(example), batch=BATCH, seq=SEQ)
-    found = compiled(subject, BUDGETS)
+    measured = compiled(subject, BUDGETS)
     names = [f"compiler, {budget:g}" for budget in BUDGETS]
-    return dict(zip(names, (one.saved.bytes for one in found), strict=True)), dict(
-        zip(names, (one.flops for one in found), strict=True)
+    return dict(zip(names, (each.saved.bytes for each in measured), strict=True)), dict(
+        zip(names, (each.flops for each in measured), strict=True)
     )
 
 
@@ -151,10 +151,10 @@ def counted(name: str, training: str) -> dict[str, float]:
     wide = sizes["intermediate_size"] / sizes[width]
     norms, attention, factors = 2.0, 4.0, 2 * wide  # inputs of both; q, k, v and what attention returns
     ranks = 7 * RANK / sizes[width] if training == "LoRA" else 0.0  # what seven adapters have between their layers
-    found = {"Liger": norms + 2.0 + attention + factors + wide + ranks}  # the norms' outputs; the gate's
+    tools = {"Liger": norms + 2.0 + attention + factors + wide + ranks}  # the norms' outputs; the gate's
     if training == "LoRA":
-        found["unsloth"] = norms + 2.0 + attention + factors  # what is between adapters' layers is recomputed
-    return found
+        tools["unsloth"] = norms + 2.0 + attention + factors  # what is between adapters' layers is recomputed
+    return tools
 
 
 WAYS: dict[str, Around] = {
@@ -169,20 +169,20 @@ def row(name: str, training: str) -> dict[str, Any]:
     """Measure one layer in one kind of training."""
     _, width, sizes = LAYERS[name]
     numbers = tokens(name) * sizes[width] * 2
-    found: dict[str, float] = {}
-    for way, around in WAYS.items():
-        one, two = (bytes_saved(name, training, layers, around) for layers in (1, 2))
-        found[way] = round((two - one) / numbers, 3)
+    saved: dict[str, float] = {}
+    for variant, around in WAYS.items():
+        single, two = (bytes_saved(name, training, layers, around) for layers in (1, 2))
+        saved[variant] = round((two - single) / numbers, 3)
     again: dict[str, float] = {}
     if training == TRAININGS[0] and name not in UNTRACED:
         (first, _), (both, flops) = traced(name, 1), traced(name, 2)
         whole = f"compiler, {BUDGETS[0]:g}"
         rest = 2 * first[whole] - both[whole]  # of what is no layer; a smaller budget is for the model as a whole
-        found |= {key: round((both[key] - rest) / 2 / numbers, 3) for key in both}
+        saved |= {key: round((both[key] - rest) / 2 / numbers, 3) for key in both}
         least = min(flops.values())
         again = {key: round(of / least - 1, 3) for key, of in flops.items() if of > least}
-    found |= {key: round(value, 3) for key, value in counted(name, training).items()}
-    return {"layer": name, "training": training, "saved": found, "again": again}
+    saved |= {key: round(value, 3) for key, value in counted(name, training).items()}
+    return {"layer": name, "training": training, "saved": saved, "again": again}
 
 
 OTHERS = "baseline", "selective checkpointing", "compiler, 1", "compiler, 0.7", "Liger", "unsloth"
@@ -192,10 +192,10 @@ COLUMNS = (*OTHERS, *ERRORS)
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the documents' table."""
     lines = [f"| {' | '.join(('layer', 'trained', *COLUMNS))} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
-    for one in rows:
-        numbers = [f"{one['saved'][key]:.1f}" if key in one["saved"] else "" for key in COLUMNS]
+    for row in rows:
+        numbers = [f"{row['saved'][key]:.1f}" if key in row["saved"] else "" for key in COLUMNS]
         numbers[COLUMNS.index("exact")] = f"**{numbers[COLUMNS.index('exact')]}**"
-        lines.append(f"| {' | '.join((one['layer'], one['training'], *numbers))} |".replace("  ", " "))
+        lines.append(f"| {' | '.join((row['layer'], row['training'], *numbers))} |".replace("  ", " "))
     return lines
 
 

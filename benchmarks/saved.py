@@ -57,9 +57,9 @@ def counted(name: str) -> dict[str, Any]:
     baseline = report.rows[0].bytes
     ways = {}
     for label, (row, _) in WAYS.items():
-        found = rows.get(row)
-        if found is not None:
-            ways[label] = {"bytes": found.bytes, "share": found.bytes / baseline, "again": found.flops}
+        measured = rows.get(row)
+        if measured is not None:
+            ways[label] = {"bytes": measured.bytes, "share": measured.bytes / baseline, "again": measured.flops}
     return {"model": name, "command": f"fitact memory {command} --budget 0.9", "baseline": baseline, "ways": ways}
 
 
@@ -71,10 +71,10 @@ def draw(rows: list[dict[str, Any]]) -> None:
         for j, row in enumerate(rows):
             if label not in row["ways"]:
                 continue
-            way = row["ways"][label]
-            x, share = j + (i - (len(WAYS) - 1) / 2) * width, 100 * way["share"]
+            variant = row["ways"][label]
+            x, share = j + (i - (len(WAYS) - 1) / 2) * width, 100 * variant["share"]
             axes.bar(x, share, width * 0.92, color=colour, label=label if j == 0 else None)
-            star = "*" if way["again"] > 0.005 else ""
+            star = "*" if variant["again"] > 0.005 else ""
             axes.text(x, share + 1, f"{share:.0f}{star}", ha="center", va="bottom", fontsize=7)
     axes.axhline(100, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(rows)), [row["model"] for row in rows])
@@ -95,8 +95,8 @@ def main() -> None:
     for name in MODELS:
         rows.append(counted(name))
         shares = ", ".join(
-            f"{label} {100 * way['share']:.1f} % ({100 * way['again']:.1f} % again)"
-            for label, way in rows[-1]["ways"].items()
+            f"{label} {100 * variant['share']:.1f} % ({100 * variant['again']:.1f} % again)"
+            for label, variant in rows[-1]["ways"].items()
         )
         print(f"{name}: {shares}", flush=True)
     RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n", "utf-8")

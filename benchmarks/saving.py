@@ -109,7 +109,7 @@ def measured(calls: dict[str, Step]) -> dict[str, float]:
             times[label].append(seconds(call))
         if number + 1 >= ROUNDS[0] and number % 2:
             halves = [{label: min(every[half::2]) for label, every in times.items()} for half in (0, 1)]
-            ratios = [{label: one / half[first] for label, one in half.items()} for half in halves]
+            ratios = [{label: seconds / half[first] for label, seconds in half.items()} for half in halves]
             if all(abs(ratios[0][label] / ratios[1][label] - 1) < AGREE for label in calls):
                 break
     return {label: min(every) for label, every in times.items()}
@@ -117,7 +117,7 @@ def measured(calls: dict[str, Step]) -> dict[str, float]:
 
 def layers(width: int, tokens: int) -> list[dict[str, Any]]:
     """Measure a layer of each model in each dtype."""
-    found = []
+    rows = []
     for name in MODELS:
         for dtype in (torch.float32, torch.bfloat16):
             model = layer(name, width, dtype)
@@ -128,16 +128,16 @@ def layers(width: int, tokens: int) -> list[dict[str, Any]]:
                 **{error: saving(error) for error in ERRORS},
                 "selective checkpointing": lambda _, own=own: changed(own, [SELECTIVE] * len(own)),
             }
-            times = measured({way: partial(step, model, x, around) for way, around in ways.items()})
-            sizes = {way: bytes_saved(model, x, around) for way, around in ways.items()}
-            found.append(
+            times = measured({variant: partial(step, model, x, around) for variant, around in ways.items()})
+            sizes = {variant: bytes_saved(model, x, around) for variant, around in ways.items()}
+            rows.append(
                 {"model": name, "dtype": str(dtype)[6:], "width": width, "tokens": tokens}
-                | {"ms": {way: round(1e3 * one, 2) for way, one in times.items()}}
-                | {"time": {way: round(one / times["baseline"], 3) for way, one in times.items()}}
-                | {"saved": {way: round(one / sizes["baseline"], 3) for way, one in sizes.items()}}
+                | {"ms": {variant: round(1e3 * seconds, 2) for variant, seconds in times.items()}}
+                | {"time": {variant: round(seconds / times["baseline"], 3) for variant, seconds in times.items()}}
+                | {"saved": {variant: round(size / sizes["baseline"], 3) for variant, size in sizes.items()}}
             )
-            print(found[-1], flush=True)
-    return found
+            print(rows[-1], flush=True)
+    return rows
 
 
 class Tiny(nn.Module):
@@ -157,7 +157,7 @@ class Tiny(nn.Module):
 
 def tiny() -> dict[str, Any]:
     """Measure layers on few numbers, in microseconds a call."""
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name, model in {"LayerNorm, SwiGLU": Tiny(), "linear": nn.Linear(TINY, TINY)}.items():
         x = torch.randn(1, TINY, requires_grad=True)
         converted = deepcopy(model)
@@ -168,10 +168,10 @@ def tiny() -> dict[str, Any]:
                 model(x).sum().backward()
 
         times = measured({"baseline": partial(calls, model), "exact": partial(calls, converted)})
-        found[name] = {way: round(1e6 * every / CALLS, 1) for way, every in times.items()}
-        found[name]["ratio"] = round(times["exact"] / times["baseline"], 2)
-        print(name, found[name], flush=True)
-    return found
+        rows[name] = {variant: round(1e6 * every / CALLS, 1) for variant, every in times.items()}
+        rows[name]["ratio"] = round(times["exact"] / times["baseline"], 2)
+        print(name, rows[name], flush=True)
+    return rows
 
 
 def main() -> None:

@@ -66,25 +66,29 @@ def contexts() -> str:
     names = {"llama": "LLaMA", "gpt2": "GPT-2 without dropout"}
     ways = ("exact", "rounding", "coarse", "selective checkpointing")
     rows = [
-        [f"{names[one['model']]}, {one['dtype']}"]
-        + [text for way in ways for text in (f"{one['time'][way]:.2f}", f"{100 * one['saved'][way]:.0f} %")]
-        for one in record("saving_cpu")["layers"]
+        [f"{names[layer['model']]}, {layer['dtype']}"]
+        + [
+            text
+            for variant in ways
+            for text in (f"{layer['time'][variant]:.2f}", f"{100 * layer['saved'][variant]:.0f} %")
+        ]
+        for layer in record("saving_cpu")["layers"]
     ]
-    return table(["times the baseline's", *(text for way in ways for text in (way, "saves"))], rows)
+    return table(["times the baseline's", *(text for variant in ways for text in (variant, "saves"))], rows)
 
 
 def conversion() -> str:
     """Return how many per cent less is saved, beside the papers' figures."""
 
     def less(model: str, setting: str, *what: str) -> str:
-        found = {
+        rows_of = {
             row["what"]: row
             for row in record("conversion")["rows"]
             if row["model"] == model and setting in row["setting"]
         }
         pairs = [
             (row["baseline"], row["saved"]) if row["of"] == "saved" else (row["whole_baseline"], row["whole"])
-            for row in map(found.__getitem__, what)
+            for row in map(rows_of.__getitem__, what)
         ]
         return " / ".join(f"{100 - 100 * after / before:.1f}" for before, after in pairs)
 
@@ -119,10 +123,10 @@ def losses(
         bytes_too: whether to say what is saved.
 
     """
-    found = {
-        (one["task"], one["method"]): one
-        for one in record(name)["comparisons"]
-        if (one["metric"], one["family"]) == ("loss", "exact")
+    comparisons = {
+        (test["task"], test["method"]): test
+        for test in record(name)["comparisons"]
+        if (test["metric"], test["family"]) == ("loss", "exact")
     }
     saved = {(run["task"], run["method"]): run["saved_bytes"] for run in record(name)["runs"]}
     rows = []
@@ -132,12 +136,12 @@ def losses(
             shares = [100 * saved[task, method] / saved[task, "exact"] for task in tasks]
             cells.append(f"{min(shares):.0f} to {max(shares):.0f} %")
         for task, digits in tasks.items():
-            one = found[task, method]
-            places = min(digits, 1 - floor(log10(one["half"]))) if one["half"] else digits
-            number = f"{one['difference']:+.{places}f} ± {one['half']:.{places}f}".replace("-", "−")
-            cells.append(f"**{number}**" if one["distinguishable"] else number)
+            test = comparisons[task, method]
+            places = min(digits, 1 - floor(log10(test["half"]))) if test["half"] else digits
+            number = f"{test['difference']:+.{places}f} ± {test['half']:.{places}f}".replace("-", "−")
+            cells.append(f"**{number}**" if test["distinguishable"] else number)
         rows.append(cells)
-    exact = {task: one["reference_mean"] for (task, _), one in found.items()}
+    exact = {task: test["reference_mean"] for (task, _), test in comparisons.items()}
     head = [f"{label} (exact {exact[task]:.3f})" for label, task in zip(labels, tasks, strict=True)]
     return table(["", *["saved"] * bytes_too, *head], rows)
 

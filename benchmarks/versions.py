@@ -84,7 +84,7 @@ def write(row: dict[str, str | int]) -> None:
     """Put a row into the record, in the place of an older one of its version."""
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     rows = [*(other for other in rows if other["version"] != row["version"]), row]
-    rows.sort(key=lambda one: [int(number) for number in re.findall(r"\d+", one["version"])])
+    rows.sort(key=lambda row: [int(number) for number in re.findall(r"\d+", row["version"])])
     RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
 
 

@@ -69,7 +69,9 @@ def _inverted(fit: InvertedFit) -> dict[str, Any]:
         "size": 2**fit.bits,
         "domain": None if fit.domain is None else " to ".join(f"{end:g}" for end in fit.domain),
         "paper": fit.options.get("source"),
-        "rational": all(isinstance(one, Quotient) for some in fit.approximants.values() for one in some),
+        "rational": all(
+            isinstance(approximant, Quotient) for some in fit.approximants.values() for approximant in some
+        ),
         "dtypes": [_by_dtype(fit, dtype) for dtype in ("float32", "bfloat16", "float16")],
     }
 
@@ -85,12 +87,15 @@ def _by_dtype(fit: InvertedFit, dtype: str) -> dict[str, Any]:
         "triton": _PRINTED[type(approximants[0])](approximants, TRITON, size),
         "torch": _PRINTED[type(approximants[0])](approximants, TORCH, size),
     }
-    quotients = [one for one in approximants if isinstance(one, Quotient)]
+    quotients = [approximant for approximant in approximants if isinstance(approximant, Quotient)]
     if quotients:
         quotients += quotients[-1:] * (size - len(quotients))
-        part["ends"] = [[repr(one.low) for one in quotients], [repr(one.high) for one in quotients]]
-        part["numerator"] = _rows([one.numerator for one in quotients])
-        part["denominator"] = _rows([one.denominator for one in quotients])
+        part["ends"] = [
+            [repr(quotient.low) for quotient in quotients],
+            [repr(quotient.high) for quotient in quotients],
+        ]
+        part["numerator"] = _rows([quotient.numerator for quotient in quotients])
+        part["denominator"] = _rows([quotient.denominator for quotient in quotients])
     return part
 
 
@@ -107,9 +112,9 @@ def _bits(count: int) -> str:
 def _quotients(approximants: Sequence[Quotient], dialect: Dialect, size: int) -> Code:
     """Print t of quotients, one for each code; a constant takes the t of its neighbour."""
     results: list[str] = []
-    for one in approximants:
-        constant = len(one.numerator) + len(one.denominator) == 2
-        results.append((results[-1] if results else "") if constant else _variable(one.radicals, dialect))
+    for approximant in approximants:
+        constant = len(approximant.numerator) + len(approximant.denominator) == 2
+        results.append((results[-1] if results else "") if constant else _variable(approximant.radicals, dialect))
     first = next((result for result in results if result), "y")
     steps, chosen = _chosen([result or first for result in results], dialect, size)
     return Code((*steps,), chosen)
@@ -121,8 +126,8 @@ def _published(approximants: Sequence[PublishedApproximant], dialect: Dialect, s
     steps = [("y", dialect.clamp.format("y", number(anchor)[0], FLAT)), ("v", _away("y", anchor))]
     masks, chosen = _chosen([f"q{i}" for i in range(len(approximants))], dialect, size)
     steps += masks
-    for i, one in enumerate(approximants):
-        code = render(one.shape, dialect, "v")
+    for i, approximant in enumerate(approximants):
+        code = render(approximant.shape, dialect, "v")
         own = {name: f"{name}_{i}" for name, _ in code.steps}
         steps += [(own[name], _renamed(text, own)) for name, text in code.steps]
         steps.append((f"q{i}", _renamed(code.result, own)))
@@ -198,10 +203,12 @@ def _codes(activation: Activation) -> dict[str, Code]:
 def _learned(fit: LearnedFit) -> dict[str, Any]:
     formula = fit.activation
     formulas = {"value": formula.formula, "derivative": formula.derivative_formula}
-    formulas |= {f"by_{name}": one for name, one in zip(formula.names, formula.gradient_formulas, strict=True)}
+    formulas |= {
+        f"by_{name}": gradient for name, gradient in zip(formula.names, formula.gradient_formulas, strict=True)
+    }
     functions, halves = [], []
-    for name, one in formulas.items():
-        full, half = device(one)
+    for name, expr in formulas.items():
+        full, half = device(expr)
         functions.append({"name": name, "code": full})
         if half is not None:
             functions.append({"name": f"{name}_half", "code": half})
@@ -214,7 +221,7 @@ def _learned(fit: LearnedFit) -> dict[str, Any]:
         "parameters": ", ".join(f"{n.name}{' (one a channel)' if n.channel else ''}" for n in formula.numbers),
         "wide": any(number.channel for number in formula.numbers),
         "device": functions,
-        "functions": [{"name": name, "code": render(one, TORCH)} for name, one in formulas.items()],
+        "functions": [{"name": name, "code": render(expr, TORCH)} for name, expr in formulas.items()],
     }
 
 

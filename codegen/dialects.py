@@ -61,7 +61,7 @@ tanh_softplus = sympy.Function("tanh_softplus")
 TRITON = Dialect(
     functions={
         **{atom: f"{atom.triton}({{0}})" for atom in atoms.ATOMS},
-        **{one: f"_rt.{one.__name__}({{0}})" for one in (ndtr, tanh_softplus)},
+        **{function: f"_rt.{function.__name__}({{0}})" for function in (ndtr, tanh_softplus)},
         sympy.sqrt: "_tl.sqrt({0})",
     },
     where="_tl.where({0}, {1}, {2})",
@@ -77,7 +77,7 @@ HALF = replace(
     TRITON,
     functions=TRITON.functions
     | {getattr(atoms, name): f"_rt.{name}_half({{0}})" for name in _SHORT}
-    | {one: f"_rt.{one.__name__}_half({{0}})" for one in (ndtr, tanh_softplus)},
+    | {function: f"_rt.{function.__name__}_half({{0}})" for function in (ndtr, tanh_softplus)},
 )
 SHORT = frozenset(getattr(atoms, name) for name in (*_SHORT, "erfc"))  # functions of formulas that become those
 SHORT_ERROR = 6e-5  # of each, relative, at most

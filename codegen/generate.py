@@ -119,13 +119,13 @@ def plan(fits: Iterable[AnyFit]) -> dict[str, str]:
 
 def by_name(fits: Iterable[AnyFit], named: Callable[[AnyFit], str] | None = None) -> dict[str, AnyFit]:
     """Return fits by their names, or by those that `named` gives them; UsageError if two have one name."""
-    found: dict[str, AnyFit] = {}
+    named_fits: dict[str, AnyFit] = {}
     for fit in fits:
         name = named(fit) if named else fit.name
-        if name in found:
+        if name in named_fits:
             raise UsageError(f"name: two fits are called {quote(name)}; make one again under another --name")
-        found[name] = fit
-    return found
+        named_fits[name] = fit
+    return named_fits
 
 
 def is_own(place: Path, layout: Layout = MODULES) -> bool:
@@ -184,11 +184,11 @@ def drift(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout = 
             parts += _diff("", texts[""], place) if layout is MODULES else []
             continue
         for path, text in ((place / name, text) for name, text in texts.items()):
-            found = _text(path)
-            if found is None:
+            present = _text(path)
+            if present is None:
                 parts.append(f"--- {path} (missing)\n")
-            elif found != text:
-                parts += _diff(found, text, path)
+            elif present != text:
+                parts += _diff(present, text, path)
         parts += [f"--- {path} (no fit generates it)\n" for path in _strange(place, layout)]
     for place in _others(files, folder, layout) if prune else []:
         if layout is MODULES:
@@ -218,8 +218,8 @@ def _strange(place: Path, layout: Layout) -> list[Path]:
     """Return the files in a fit's folder that the layout does not write there, except Python's caches."""
     known = layout.holds(place.name)
     folders = {place / path.partition("/")[0] for path in known if "/" in path}
-    found = {path for folder in folders for path in _files_in(folder)} - {place / path for path in known}
-    return sorted(path for path in found if path.parent.name != "__pycache__")
+    present = {path for folder in folders for path in _files_in(folder)} - {place / path for path in known}
+    return sorted(path for path in present if path.parent.name != "__pycache__")
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -241,9 +241,9 @@ def _others(files: dict[str, str], folder: Path, layout: Layout) -> list[Path]:
     return sorted(places - _by_fit(files, folder).keys())
 
 
-def _diff(found: str, expected: str, path: Path) -> list[str]:
+def _diff(present: str, expected: str, path: Path) -> list[str]:
     lines = difflib.unified_diff(
-        found.splitlines(keepends=True),
+        present.splitlines(keepends=True),
         expected.splitlines(keepends=True),
         fromfile=str(path),
         tofile=f"{path} (as its fit generates it)",

@@ -204,14 +204,14 @@ class _Printer:
 
     def inside(self, node: Expr) -> list[Expr]:
         """Return the nodes without a name whose texts the text of a node contains, outer ones first."""
-        found: dict[Expr, None] = {}
+        parts: dict[Expr, None] = {}
         todo = self.below[node][::-1]
         while todo:
             part = todo.pop()
-            if part not in found and part not in self.known:
-                found[part] = None
+            if part not in parts and part not in self.known:
+                parts[part] = None
                 todo += self.below[part][::-1]
-        return list(found)
+        return list(parts)
 
     def length(self, node: Expr) -> int:
         return len(self.text(node))
@@ -225,7 +225,9 @@ class _Printer:
             kinds = [(1, parts)]
         else:  # numerators, or denominators
             moving = [part for part in parts if varies(part)]
-            kinds = [(sign, [one for one in moving if _is_divisor(one) == (sign < 0)]) for sign in (1, -1)]
+            kinds = [
+                (sign, [factor for factor in moving if _is_divisor(factor) == (sign < 0)]) for sign in (1, -1)
+            ]
         for power, chosen in kinds:
             for count in range(len(chosen) - 1, 1, -1):
                 first = [part**power for part in chosen[:count]]

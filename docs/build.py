@@ -188,14 +188,14 @@ def api() -> str:
     for heading, sentence, names in API:
         parts += [f"## {heading}", sentence]
         for name in names:
-            found = package[name]
-            folder = found.parent
-            if found.is_module:  # of the same name as the function in it
-                found = found[name.rpartition(".")[2]]
-            if found.is_alias:
-                found = found.final_target
-            found.parent = folder  # which exports it
-            text = render_object_docs(found, dict(STYLE))
+            documented = package[name]
+            folder = documented.parent
+            if documented.is_module:  # of the same name as the function in it
+                documented = documented[name.rpartition(".")[2]]
+            if documented.is_alias:
+                documented = documented.final_target
+            documented.parent = folder  # which exports it
+            text = render_object_docs(documented, dict(STYLE))
             # links to other packages and to attributes are dead here; HTML anchors are noise on GitHub
             text = re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", text)
             parts.append(re.sub(r"</?code>", "`", text).replace("`fitact.", "`").strip())

@@ -34,15 +34,15 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def write(found: dict[str, bytes]) -> None:
+def write(contents: dict[str, bytes]) -> None:
     """Write the pages into `build/pages`: only what has changed, or `mkdocs serve` would build for ever."""
-    for name, content in found.items():
+    for name, content in contents.items():
         path = STAGED / name
         if not path.exists() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     for path in [*STAGED.rglob("*")]:
-        if path.is_file() and path.relative_to(STAGED).as_posix() not in found:
+        if path.is_file() and path.relative_to(STAGED).as_posix() not in contents:
             path.unlink()
 
 
@@ -66,17 +66,17 @@ def pages() -> dict[str, bytes]:
 
     """
     first = [*ALWAYS, *(path.relative_to(ROOT).as_posix() for path in _own())]
-    waiting, found = list(first), {}
+    waiting, contents = list(first), {}
     while waiting:
         path = waiting.pop()
-        if place(path) in found:
+        if place(path) in contents:
             continue
-        found.update(_read(path))
+        contents.update(_read(path))
         if path.endswith((".md", ".ipynb")):
-            text, linked = relinked(found[place(path)].decode(), path, found)
-            found[place(path)] = text.encode()
+            text, linked = relinked(contents[place(path)].decode(), path, contents)
+            contents[place(path)] = text.encode()
             waiting += linked
-    return found
+    return contents
 
 
 def _own() -> Iterator[Path]:

@@ -45,24 +45,24 @@ def mlp(hidden: int = HIDDEN, wide: int = WIDE) -> nn.Module:
     return nn.Sequential(layers[0], nn.GELU(), layers[1])
 
 
-def saved(way: dict[str, Any] | None) -> list[int]:
+def saved(policy: dict[str, Any] | None) -> list[int]:
     """Return the bytes of each storage that the MLP saves, in order, without allocating any."""
     with FakeTensorMode(), gpu_kernels():
         model = mlp()
-        if way is not None:
-            fitact.convert(model, **way)
+        if policy is not None:
+            fitact.convert(model, **policy)
         with count_saved(model, detail=True) as saved:
             model(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True))
-    return [one.bytes for one in saved.records.values() if one.bytes]
+    return [record.bytes for record in saved.records.values() if record.bytes]
 
 
-def error(way: dict[str, Any] | None) -> str:
+def error(policy: dict[str, Any] | None) -> str:
     """Return how far the gradient of a small MLP is off, for inputs of GELU whose deviation is near 1."""
-    if way is None:
+    if policy is None:
         return ""
     torch.manual_seed(0)
     batch = 1.7 * torch.randn(512, 256, dtype=torch.bfloat16)
-    report = fitact.convert(mlp(256, 1024), example_inputs=(batch,), gradients=True, **way)
+    report = fitact.convert(mlp(256, 1024), example_inputs=(batch,), gradients=True, **policy)
     assert report.gradient is not None and report.gradient.error is not None
     return (
         "gradients exact" if report.gradient.error == 0 else f"gradients {100 * report.gradient.error:.2g} % off"
@@ -196,10 +196,10 @@ def draw_outliers() -> Figure:
         rows = torch.randn(128, 64)
         rows[:, 5] *= factor
         scale = rows.abs().amax(1, keepdim=True) / 127
-        found = (
+        decoded = (
             (rows / scale).round() * scale if bits is None else decode(*encode(rows, bits), rows.shape, rows.dtype)
         )
-        return float((found - rows)[:, others].norm() / rows[:, others].norm())
+        return float((decoded - rows)[:, others].norm() / rows[:, others].norm())
 
     figure = canvas(5.4, 2.9)
     axes = figure.add_subplot()
@@ -253,31 +253,31 @@ def draw_ways() -> Figure:
     """Draw what the MLP saves each way, as stacked bars, and how far gradients are off."""
     figure = canvas(5.4, 3.1)
     axes = figure.add_subplot()
-    for i, (name, way) in enumerate(reversed(WAYS)):
+    for i, (name, policy) in enumerate(reversed(WAYS)):
         left = 0.0
-        for part, size in _parts(saved(way), name):
+        for part, size in _parts(saved(policy), name):
             axes.barh(i, size, left=left, height=0.68, color=COLORS[part], edgecolor="white", linewidth=0.8)
             if size > 8:
                 label = f"{part} {size:.0f}" if part != "code" or size > 20 else f"{size:.0f}"
                 axes.text(left + size / 2, i, label, ha="center", va="center", color="white", fontsize=8.5)
             left += size
-        axes.text(left + 1.5, i, f"{left:.0f} MiB\n{error(way)}".strip(), va="center", fontsize=8.5, color=INK)
+        axes.text(left + 1.5, i, f"{left:.0f} MiB\n{error(policy)}".strip(), va="center", fontsize=8.5, color=INK)
         axes.text(-2, i, name, ha="right", va="center", fontsize=9, color=INK)
     axes.set(xlim=(0, 185), yticks=[], xlabel="MiB saved for backward")
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 
-def _parts(sizes: list[int], way: str) -> list[tuple[str, float]]:
+def _parts(sizes: list[int], name: str) -> list[tuple[str, float]]:
     """Return parts and their MiB, in the order of the colours: x is the first, codes are no wide ones."""
     wide = TOKENS * WIDE * 2
-    wider = iter(("y",) if way.startswith(("steps", "inverted")) else ("h", "y"))
+    wider = iter(("y",) if name.startswith(("steps", "inverted")) else ("h", "y"))
     named = [("x", sizes[0] / MIB)]
     named += [(next(wider) if size == wide else "code", size / MIB) for size in sizes[1:]]
     codes = sum(size for part, size in named if part == "code")
-    found = {part: size for part, size in named if part != "code"} | ({"code": codes} if codes else {})
-    assert len(found) == len({part for part, _ in named})
-    return sorted(found.items(), key=lambda pair: list(COLORS).index(pair[0]))
+    parts = {part: size for part, size in named if part != "code"} | ({"code": codes} if codes else {})
+    assert len(parts) == len({part for part, _ in named})
+    return sorted(parts.items(), key=lambda pair: list(COLORS).index(pair[0]))
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {

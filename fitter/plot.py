@@ -80,8 +80,8 @@ def _draw_formula(fit: LearnedFit, upper: Axes, lower: Axes) -> None:
     x = np.linspace(-REACH, REACH, POINTS)
     _line(upper, x, formula.at_start(formula.formula, x), color=EXACT, linewidth=1.8, label="$f$ at the start")
     _line(lower, x, formula.at_start(formula.derivative_formula, x), color=EXACT, linewidth=1.8, label="in $x$")
-    for name, one in zip(formula.names, formula.gradient_formulas, strict=True):
-        _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
+    for name, gradient in zip(formula.names, formula.gradient_formulas, strict=True):
+        _line(lower, x, formula.at_start(gradient, x), linewidth=1.2, label=f"in {name}")
     upper.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
     _dress(fit, upper, lower, "x\n$x$ is saved: no error", "value", "derivatives")
@@ -146,9 +146,9 @@ def _draw_output(fit: OutputFit, upper: Axes, lower: Axes) -> None:
     x = np.linspace(-REACH, REACH, POINTS)
     derivative, y = fit.activation.derivative(x), fit.activation.value(x)
     for dtype, color in (("bfloat16", FITTED), ("float16", ERROR)):
-        found = evaluate(fit.formula, rounded(y, dtype))
-        _line(upper, x, found, color=color, linewidth=1.6, label=f"from $y$ in {dtype}")
-        _line(lower, x, (found - derivative) / np.maximum(1, np.abs(derivative)), color=color, linewidth=0.8)
+        computed = evaluate(fit.formula, rounded(y, dtype))
+        _line(upper, x, computed, color=color, linewidth=1.6, label=f"from $y$ in {dtype}")
+        _line(lower, x, (computed - derivative) / np.maximum(1, np.abs(derivative)), color=color, linewidth=0.8)
     _line(upper, x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
     upper.set_xlim(-REACH, REACH)
     approximant = f"$f\\,'$ = {literal(fit.derivative, 50) if len(fit.derivative) < 50 else 'g(y)'}"
@@ -160,14 +160,14 @@ def _draw_output(fit: OutputFit, upper: Axes, lower: Axes) -> None:
 def _draw_over_output(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
     x = _inputs(fit, "float32")
     y, code = fit.activation.value(x), fit.code(x)
-    derivative, found = fit.activation.derivative(x), fit.evaluate(y, code).astype(np.float64)
+    derivative, fitted = fit.activation.derivative(x), fit.evaluate(y, code).astype(np.float64)
     lower.set_yscale("log")
     for s in range(len(fit.approximants["float32"])):
         of = code == s
         first = s == 0
         _line(upper, y[of], derivative[of], color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact" * first)
-        _line(upper, y[of], found[of], color=FITTED, linewidth=1.2, label="fitted, for each code" * first)
-        _line(lower, y[of], _size(found - derivative)[of], color=FITTED, linewidth=0.7)
+        _line(upper, y[of], fitted[of], color=FITTED, linewidth=1.2, label="fitted, for each code" * first)
+        _line(lower, y[of], _size(fitted - derivative)[of], color=FITTED, linewidth=0.7)
     _floor(lower, fit, "float32")
     error, floor = fit.error["float32"], fit.floor["float32"]
     message = f"y = f(x)\nmax error = {error:.2g} (float32), floor = {floor:.2g}"
@@ -182,9 +182,9 @@ def _draw_over_input(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
         at = x if dtype == "float32" else halves(dtype)
         at = np.sort(at[(at >= x[0]) & (at <= x[-1])])
         y = stored(fit.activation, at, dtype)
-        found = fit.evaluate(y, fit.code(at, dtype), dtype)
-        _line(upper, at, found, color=color, linewidth=0.9, label=f"$y$ in {dtype}")
-        off = _size(found - fit.activation.derivative(at))
+        fitted = fit.evaluate(y, fit.code(at, dtype), dtype)
+        _line(upper, at, fitted, color=color, linewidth=0.9, label=f"$y$ in {dtype}")
+        off = _size(fitted - fit.activation.derivative(at))
         _line(lower, at, off, color=color, linewidth=0.6)
         _floor(lower, fit, dtype, color)
     for border in fit.borders["bfloat16"]:

@@ -63,11 +63,11 @@ def curves(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
     """Draw the training losses: a row for each task, a column for each family, exact training in all."""
     figure, panels = _grid(runs, "Training loss: mean and range over seeds")
     for (task, family), axes in panels.items():
-        found = _curves(runs, task)
-        for method in [EXACT.name, *(name for name in found if METHODS[name].family == family)]:
-            if method not in found:
+        curves = _curves(runs, task)
+        for method in [EXACT.name, *(name for name in curves if METHODS[name].family == family)]:
+            if method not in curves:
                 continue
-            losses = np.array(list(found[method].values()))
+            losses = np.array(list(curves[method].values()))
             color = COLOR.get(method, BLACK)
             x = _steps(losses.shape[1], steps[task])
             axes.fill_between(x, losses.min(0), losses.max(0), color=color, alpha=0.15, linewidth=0)
@@ -86,14 +86,14 @@ def gaps(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
     """Draw each method's training loss less that of exact training, at the same step from the same seed."""
     figure, panels = _grid(runs, "Training loss less that of exact training: mean and range over seeds")
     for (task, family), axes in panels.items():
-        found = _curves(runs, task)
-        exact = found.get(EXACT.name, {})
+        curves = _curves(runs, task)
+        exact = curves.get(EXACT.name, {})
         axes.axhline(0, color=BLACK, linewidth=1.2)
-        for method in (name for name in found if METHODS[name].family == family):
-            seeds = [seed for seed in found[method] if seed in exact]
+        for method in (name for name in curves if METHODS[name].family == family):
+            seeds = [seed for seed in curves[method] if seed in exact]
             if not seeds:
                 continue
-            gap = np.array([found[method][seed] - exact[seed] for seed in seeds])
+            gap = np.array([curves[method][seed] - exact[seed] for seed in seeds])
             x = _steps(gap.shape[1], steps[task])
             axes.fill_between(x, gap.min(0), gap.max(0), color=COLOR[method], alpha=0.15, linewidth=0)
             axes.plot(x, gap.mean(0), color=COLOR[method], linewidth=1.3)
@@ -104,7 +104,7 @@ def gaps(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
 
 def final(comparisons: Sequence[Comparison]) -> Figure:
     """Draw the final differences to exact training with their 95 % intervals, a panel for each task and metric."""
-    kinds = list(dict.fromkeys((one.task, one.metric) for one in comparisons))
+    kinds = list(dict.fromkeys((test.task, test.metric) for test in comparisons))
     methods = [name for name in METHODS if any((o.method, o.family) == (name, "exact") for o in comparisons)]
     rows = math.ceil(len(kinds) / 2)
     figure = Figure(figsize=(7, rows * (1.2 + 0.17 * len(methods)) + 0.8), layout="constrained")
@@ -113,9 +113,9 @@ def final(comparisons: Sequence[Comparison]) -> Figure:
         axes.set_axis_off()
     for axes, (task, metric) in zip(grid.flat, kinds, strict=False):
         axes.axvline(0, color=BLACK, linewidth=1.2)
-        for one in comparisons:
-            if (one.task, one.metric, one.family) == (task, metric, "exact"):
-                _interval(axes, one, methods.index(one.method))
+        for test in comparisons:
+            if (test.task, test.metric, test.family) == (task, metric, "exact"):
+                _interval(axes, test, methods.index(test.method))
         axes.set_title(TASKS[task].title, fontsize=8)
         axes.set_xlabel(f"{METRICS[metric]}\n{'worse →' if metric == 'loss' else '← worse'}", fontsize=8)
         axes.grid(axis="x", color="#e5e5e5", linewidth=0.6)
@@ -135,14 +135,28 @@ def final(comparisons: Sequence[Comparison]) -> Figure:
     return figure
 
 
-def _interval(axes: Axes, one: Comparison, place: int) -> None:
-    color = COLOR[one.method]
-    if one.difference is None or one.half is None:
-        axes.text(0, place, f" diverged, {one.diverged} of {one.pairs}", color=color, fontsize=7, va="center")
+def _interval(axes: Axes, test: Comparison, place: int) -> None:
+    color = COLOR[test.method]
+    if test.difference is None or test.half is None:
+        axes.text(
+            0,
+            place,
+            f" diverged, {test.diverged} of {test.pairs}",
+            color=color,
+            fontsize=7,
+            va="center",
+        )
         return
-    face = color if one.distinguishable else "white"
+    face = color if test.distinguishable else "white"
     axes.errorbar(
-        one.difference, place, xerr=one.half, fmt="o", color=color, markerfacecolor=face, markersize=5, capsize=2
+        test.difference,
+        place,
+        xerr=test.half,
+        fmt="o",
+        color=color,
+        markerfacecolor=face,
+        markersize=5,
+        capsize=2,
     )
 
 
@@ -150,7 +164,7 @@ def _grid(runs: Sequence[Run], title: str) -> tuple[Figure, dict[tuple[str, str]
     """Return panels by task and family, where there are any runs, with the legend of a family over its first."""
     there = {(run.task, METHODS[run.method].family) for run in runs}
     tasks = [name for name in TASKS if any(name == task for task, _ in there)]
-    families = [family for family in FAMILIES if any(family == one for _, one in there)]
+    families = [family for family in FAMILIES if any(family == shown for _, shown in there)]
     figure = Figure(figsize=(max(6.5, 3.5 * len(families)), 2.3 * len(tasks) + 1.5), layout="constrained")
     grid = figure.subplots(len(tasks), len(families), sharey="row", squeeze=False)
     panels, labelled = {}, set()
@@ -186,12 +200,12 @@ def _first(panels: dict[tuple[str, str], Axes]) -> dict[str, Axes]:
 
 def _curves(runs: Sequence[Run], task: str) -> Curves:
     """Return the curves of a task by method and seed, NaN where the loss was not finite."""
-    found: Curves = {}
+    curves: Curves = {}
     for name in METHODS:
         of = {run.seed: np.array(run.curve, dtype=float) for run in runs if (run.task, run.method) == (task, name)}
         if of:
-            found[name] = of
-    return found
+            curves[name] = of
+    return curves
 
 
 def _steps(points: int, steps: int) -> NDArray[np.float64]:

@@ -67,9 +67,9 @@ def read(path: Path, now: dict[str, Any]) -> list[Run]:
     if not path.exists():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        runs = [Run(**run) for run in found["runs"]]
-        then = {key: found[key] for key in now}
+        written = json.loads(path.read_text(encoding="utf-8"))
+        runs = [Run(**run) for run in written["runs"]]
+        then = {key: written[key] for key in now}
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: expected results of this benchmark, got {error!r}: remove it") from None
     other = [key for key in now if then[key] != json.loads(json.dumps(now[key]))]

@@ -69,12 +69,12 @@ class Comparison:
 def compare(runs: Iterable[Run]) -> list[Comparison]:
     """Return all comparisons for which there are LEAST seeds."""
     values = {(run.task, run.method, run.seed): run for run in runs}
-    found = []
+    comparisons = []
     for task in TASKS.values():
         for metric in METRICS if task.accuracy else ["loss"]:
             for family, pairs in COMPARISONS.items():
-                found += compare_pairs(values, task.name, metric, family, pairs)
-    return found
+                comparisons += compare_pairs(values, task.name, metric, family, pairs)
+    return comparisons
 
 
 def compare_pairs(
@@ -111,36 +111,38 @@ def compare_pairs(
 def sentences(comparisons: Sequence[Comparison]) -> list[str]:
     """Return what can and what cannot be told apart, a paragraph for each task, metric and family."""
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
-    for one in comparisons:
-        groups.setdefault((one.task, one.metric, one.family), []).append(one)
+    for test in comparisons:
+        groups.setdefault((test.task, test.metric, test.family), []).append(test)
     return [_paragraph(*key, group) for key, group in groups.items()]
 
 
 def _paragraph(task: str, metric: str, family: str, group: list[Comparison]) -> str:
-    tested = [one for one in group if one.difference is not None]
-    same = [METHODS[one.method].label for one in tested if one.difference == one.half == 0]
-    told = [_difference(one) for one in tested if one.distinguishable]
-    rest = [one for one in tested if not one.distinguishable and METHODS[one.method].label not in same]
+    tested = [test for test in group if test.difference is not None]
+    same = [METHODS[test.method].label for test in tested if test.difference == test.half == 0]
+    different = [_difference(test) for test in tested if test.distinguishable]
+    rest = [test for test in tested if not test.distinguishable and METHODS[test.method].label not in same]
     parts = [_heading(task, metric, family, group)]
-    if told:
-        parts.append(f"Distinguishable: {'; '.join(told)}.")
+    if different:
+        parts.append(f"Distinguishable: {'; '.join(different)}.")
     if rest:
         parts.append(f"Not distinguishable: {'; '.join(map(_difference, rest))}.")
         parts.append(_missed(rest, UNITS[metric]))
     if same:
         parts.append(f"Identical from every seed: {'; '.join(same)}.")
-    for one in group:
-        if one.diverged:
-            parts.append(f"{_capital(METHODS[one.method].label)} diverged in {one.diverged} of {one.pairs} runs.")
-        elif one.difference is None:
+    for test in group:
+        if test.diverged:
             parts.append(
-                f"{_capital(METHODS[one.reference].label)} diverged, {METHODS[one.method].label} did not."
+                f"{_capital(METHODS[test.method].label)} diverged in {test.diverged} of {test.pairs} runs."
+            )
+        elif test.difference is None:
+            parts.append(
+                f"{_capital(METHODS[test.reference].label)} diverged, {METHODS[test.method].label} did not."
             )
     return " ".join(parts)
 
 
 def _heading(task: str, metric: str, family: str, group: list[Comparison]) -> str:
-    pairs = sorted({one.pairs for one in group})
+    pairs = sorted({test.pairs for test in group})
     seeds = f"{pairs[0]}" if len(pairs) == 1 else f"{pairs[0]} to {pairs[-1]}"
     heading = f"{_capital(TASKS[task].title)}, {METRICS[metric]}, {seeds} seeds."
     if family == "exact":
@@ -158,18 +160,18 @@ def _heading(task: str, metric: str, family: str, group: list[Comparison]) -> st
     )
 
 
-def _difference(one: Comparison) -> str:
-    assert one.difference is not None and one.half is not None
-    digits = _digits(one.half or one.difference)
-    difference = f"{round(one.difference, digits) + 0.0:+.{digits}f}".replace("-", "−")
-    worse = (one.difference > 0) == (one.metric == "loss")
-    verdict = f" ({'worse' if worse else 'better'})" if one.distinguishable else ""
-    return f"{METHODS[one.method].label} {difference} ± {one.half:.{digits}f}{verdict}"
+def _difference(test: Comparison) -> str:
+    assert test.difference is not None and test.half is not None
+    digits = _digits(test.half or test.difference)
+    difference = f"{round(test.difference, digits) + 0.0:+.{digits}f}".replace("-", "−")
+    worse = (test.difference > 0) == (test.metric == "loss")
+    verdict = f" ({'worse' if worse else 'better'})" if test.distinguishable else ""
+    return f"{METHODS[test.method].label} {difference} ± {test.half:.{digits}f}{verdict}"
 
 
 def _missed(rest: list[Comparison], unit: str) -> str:
     """Say how large an effect would have been found; that nothing was told apart does not make things equal."""
-    sizes = sorted(one.detectable for one in rest if one.detectable is not None)
+    sizes = sorted(test.detectable for test in rest if test.detectable is not None)
     each = [f"{size:.{_digits(size)}f}" for size in sizes]
     size = each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}"
     which = "" if len(each) == 1 else ", depending on the method,"
@@ -194,23 +196,23 @@ def table(comparisons: Sequence[Comparison], saved: dict[tuple[str, str], int]) 
 
     """
     rows = [("task", "method", "saved", "metric", "difference", "95 % interval", "p, Holm", "detectable")]
-    for one in comparisons:
-        if one.family != "exact":
+    for test in comparisons:
+        if test.family != "exact":
             continue
-        share = saved[one.task, one.method] / saved[one.task, one.reference]
-        start = (one.task, METHODS[one.method].label, f"{share:.0%}", one.metric)
-        if one.difference is None or one.half is None or one.adjusted is None or one.detectable is None:
-            rows.append((*start, "diverged", f"{one.diverged} of {one.pairs}", "", ""))
+        share = saved[test.task, test.method] / saved[test.task, test.reference]
+        start = (test.task, METHODS[test.method].label, f"{share:.0%}", test.metric)
+        if test.difference is None or test.half is None or test.adjusted is None or test.detectable is None:
+            rows.append((*start, "diverged", f"{test.diverged} of {test.pairs}", "", ""))
             continue
-        low, high = one.difference - one.half, one.difference + one.half
-        digits = 4 if one.metric == "loss" else 2
+        low, high = test.difference - test.half, test.difference + test.half
+        digits = 4 if test.metric == "loss" else 2
         rows.append(
             (
                 *start,
-                f"{one.difference:+.{digits}f}",
+                f"{test.difference:+.{digits}f}",
                 f"{low:+.{digits}f} to {high:+.{digits}f}",
-                f"{one.adjusted:.2g}{' *' if one.distinguishable else '  '}",
-                f"{one.detectable:.{digits}f}",
+                f"{test.adjusted:.2g}{' *' if test.distinguishable else '  '}",
+                f"{test.detectable:.{digits}f}",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -118,8 +118,8 @@ def text_data(text: Callable[[], str], recipe: Recipe, seed: int, device: str) -
     window = torch.arange(recipe.length + 1, device=device)
 
     def rows(starts: Tensor) -> Batch:
-        found = data[starts.to(device)[:, None] + window]
-        return found[:, :-1], found[:, 1:]
+        windows = data[starts.to(device)[:, None] + window]
+        return windows[:, :-1], windows[:, 1:]
 
     def training() -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(seed)

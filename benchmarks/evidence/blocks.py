@@ -98,7 +98,7 @@ def gradient(model: nn.Module, loss: Loss, policy: Policy | None) -> Tensor:
     with nullcontext() if policy is None else fitact.saving(**policy):
         value = loss(model)
     value.backward()
-    return torch.cat([one.grad.double().flatten() for one in model.parameters() if one.grad is not None])
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def errors(model: nn.Module, loss: Loss) -> Iterator[tuple[str, float]]:
@@ -139,19 +139,19 @@ def rows(recipe: Recipe, more: Iterable[Case] | None = None) -> Iterator[dict[st
     """Yield the errors of each model in each dtype; by default also of the pre-trained ones."""
     for name, inputs, model, loss in chain(small(recipe), pretrained() if more is None else more):
         for dtype, kind in DTYPES.items():
-            found = dict(errors(copy.deepcopy(model).to(kind), loss))
-            yield {"model": name, "inputs": inputs, "dtype": dtype, "error": found}
-            print(name, inputs, dtype, found, flush=True)
+            measured = dict(errors(copy.deepcopy(model).to(kind), loss))
+            yield {"model": name, "inputs": inputs, "dtype": dtype, "error": measured}
+            print(name, inputs, dtype, measured, flush=True)
 
 
 def least(call: Callable[[], object]) -> float:
     """Return the least time of a call, in seconds of this thread."""
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         start = time.thread_time()
         call()
-        found.append(time.thread_time() - start)
-    return min(found)
+        seconds.append(time.thread_time() - start)
+    return min(seconds)
 
 
 def times() -> Iterator[dict[str, Any]]:
@@ -161,15 +161,15 @@ def times() -> Iterator[dict[str, Any]]:
         unit = least(partial(F.gelu, x))
         for bits in blocks.BITS:
             codes = blocks.encode(x, bits)
-            found = {
+            per_call = {
                 "encode": least(partial(blocks.encode, x, bits)),
                 "decode": least(partial(blocks.decode, *codes, x.shape, kind)),
             }
             yield {
                 "dtype": dtype,
                 "bits": bits,
-                **{name: round(seconds / unit, 2) for name, seconds in found.items()},
-                "nanoseconds": {name: round(seconds / SIZE * 1e9, 2) for name, seconds in found.items()},
+                **{name: round(seconds / unit, 2) for name, seconds in per_call.items()},
+                "nanoseconds": {name: round(seconds / SIZE * 1e9, 2) for name, seconds in per_call.items()},
             }
 
 
@@ -177,11 +177,11 @@ def _two(error: float) -> str:
     return f"{float(f'{100 * error:.2g}'):g}"
 
 
-def table(found: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the documents' table."""
     names = [*POLICIES, *BITS]
     lines = [f"| errors in % | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    for row in found:
+    for row in rows:
         numbers = " | ".join(_two(row["error"][name]) for name in names)
         outliers = ", outliers" * (row["inputs"] == "outliers")
         lines.append(f"| {row['model']}, {row['dtype']}{outliers} | {numbers} |")
@@ -202,15 +202,15 @@ def record(
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     recipe = replace(SMALL.recipes["characters"], steps=arguments.steps, rate=RATE, validation=8)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": f"{platform.machine()}, {platform.system()}",
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "steps": arguments.steps,
         **{name: list(measure(recipe)) for name, measure in measured.items()},
     }
-    arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(lines(found["rows"])))
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines(results["rows"])))
     print(f"wrote {arguments.output}")
 
 

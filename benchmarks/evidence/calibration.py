@@ -62,7 +62,7 @@ def main() -> None:
 
     def gradient(changed: nn.Module) -> torch.Tensor:
         gradients.loss_of(changed, batch).backward()
-        return torch.cat([one.grad.double().flatten() for one in changed.parameters() if one.grad is not None])
+        return torch.cat([p.grad.double().flatten() for p in changed.parameters() if p.grad is not None])
 
     baseline = gradient(copy.deepcopy(model))
     kind = type(model.get_submodule(SITE.replace("*", "0")))
@@ -71,7 +71,7 @@ def main() -> None:
         shipped, fitted = copy.deepcopy(model), copy.deepcopy(model)
         fitact.convert(shipped, "fewbit", bits)
         fitact.convert(fitted, replace={kind: own(weight, bits)})
-        off = [float((gradient(one) - baseline).norm() / baseline.norm()) for one in (shipped, fitted)]
+        off = [float((gradient(fit) - baseline).norm() / baseline.norm()) for fit in (shipped, fitted)]
         rows.append({"bits": bits, "shipped": round(off[0], 4), "calibrated": round(off[1], 4)})
         print(rows[-1], flush=True)
     RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n", encoding="utf-8")

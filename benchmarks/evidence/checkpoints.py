@@ -41,7 +41,7 @@ def gradient(model: nn.Module, batch: Batch, error: str) -> Tensor:
     for block in model.get_submodule("blocks").children():
         block.forward = partial(fitact.checkpoint, block.forward, error=error)
     loss_of(model, batch, SMALL).backward()
-    return torch.cat([one.grad.double().flatten() for one in model.parameters() if one.grad is not None])
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
@@ -49,8 +49,8 @@ def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
     baseline = gradient(model, batch, "exact")
     for name, error in ERRORS.items():
         with in_place_of_block_codes(name) if name in RIVALS else nullcontext():
-            found = gradient(model, batch, error)
-        yield name, float(f"{float((found - baseline).norm() / baseline.norm()):.3g}")
+            changed = gradient(model, batch, error)
+        yield name, float(f"{float((changed - baseline).norm() / baseline.norm()):.3g}")
 
 
 def rows(recipe: Recipe, depths: tuple[int, ...] = DEPTHS) -> Iterator[dict[str, Any]]:
@@ -59,16 +59,16 @@ def rows(recipe: Recipe, depths: tuple[int, ...] = DEPTHS) -> Iterator[dict[str,
         model, batch = trained("characters", replace(recipe, layers=depth))
         for variant, changed in {"trained": model, "outliers": with_outliers(model)}.items():
             for dtype, kind in DTYPES.items():
-                found = dict(errors(changed.to(kind), batch))
-                yield {"blocks": depth, "inputs": variant, "dtype": dtype, "error": found}
-                print(depth, variant, dtype, found, flush=True)
+                measured = dict(errors(changed.to(kind), batch))
+                yield {"blocks": depth, "inputs": variant, "dtype": dtype, "error": measured}
+                print(depth, variant, dtype, measured, flush=True)
         model.float()
 
 
-def table(found: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the document's table."""
     lines = [f"| errors in % | {' | '.join(ERRORS)} |", f"|---|{'---:|' * len(ERRORS)}"]
-    for row in found:
+    for row in rows:
         numbers = " | ".join(f"{100 * row['error'][name]:.2g}" for name in ERRORS)
         outliers = ", outliers" * (row["inputs"] == "outliers")
         lines.append(f"| {row['blocks']} blocks, {row['dtype']}{outliers} | {numbers} |")

@@ -49,9 +49,7 @@ def step(model: nn.Module, images: Tensor, answers: Tensor, policy: Policy | Non
     with count_saved(model) as saved, nullcontext() if policy is None else fitact.saving(**policy):
         scores = model(images)
     F.cross_entropy(scores, answers).backward()
-    return saved.bytes, torch.cat(
-        [one.grad.double().flatten() for one in model.parameters() if one.grad is not None]
-    )
+    return saved.bytes, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def rows(batch: int, size: int) -> Iterator[dict[str, Any]]:
@@ -62,19 +60,19 @@ def rows(batch: int, size: int) -> Iterator[dict[str, Any]]:
         images, answers = torch.randn(batch, 3, size, size), torch.randint(0, CLASSES, (batch,))
         before, baseline = step(model, images, answers, None)
         row: dict[str, Any] = {"network": name, "saved": {}, "error": {}}
-        for way, policy in POLICIES.items():
+        for label, policy in POLICIES.items():
             after, gradient = step(model, images, answers, policy)
-            row["saved"][way] = float(f"{after / before:.3g}")
-            row["error"][way] = float(f"{float((gradient - baseline).norm() / baseline.norm()):.3g}")
+            row["saved"][label] = float(f"{after / before:.3g}")
+            row["error"][label] = float(f"{float((gradient - baseline).norm() / baseline.norm()):.3g}")
         yield row
 
 
-def table(found: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the document's table."""
     lines = [f"| | exact | {' | error | '.join([*POLICIES][1:])} | error |", f"|---|{'---:|' * 7}"]
-    for row in found:
+    for row in rows:
         saved, error = ({key: f"{100 * of:.2g}" for key, of in row[part].items()} for part in ("saved", "error"))
-        pairs = [text for way in [*POLICIES][1:] for text in (saved[way], error[way])]
+        pairs = [text for name in [*POLICIES][1:] for text in (saved[name], error[name])]
         lines.append(f"| {' | '.join((row['network'], saved['exact'], *pairs))} |")
     return lines
 

@@ -68,9 +68,9 @@ def gradients(model: nn.Module, batch: Batch) -> dict[tuple[int, str], Tensor]:
     hooks = [layer.register_forward_pre_hook(note(i)) for i, layer in enumerate(layers)]
     model.zero_grad()
     loss_of(model, batch).backward()
-    for one in hooks:
-        one.remove()
-    found: dict[tuple[int, str], Tensor] = {}
+    for hook in hooks:
+        hook.remove()
+    measured: dict[tuple[int, str], Tensor] = {}
     for i, layer in enumerate(layers):
         weights: dict[str, list[Tensor]] = {}
         for name, module in layer.named_modules():
@@ -79,8 +79,8 @@ def gradients(model: nn.Module, batch: Batch) -> dict[tuple[int, str], Tensor]:
                 weights.setdefault(name.partition(".")[0], []).append(module.weight.grad)
         weights["input"] = [_there(inputs[i].grad)]
         for part in PARTS:
-            found[i, part] = torch.cat([grad.double().flatten() for grad in weights[part]])
-    return found
+            measured[i, part] = torch.cat([grad.double().flatten() for grad in weights[part]])
+    return measured
 
 
 def errors(model: nn.Module, batch: Batch, methods: dict[str, Options]) -> Iterator[dict[str, Any]]:
@@ -99,12 +99,12 @@ def errors(model: nn.Module, batch: Batch, methods: dict[str, Options]) -> Itera
         changed = copy.deepcopy(model)
         if options is not None:
             fitact.convert(changed, **options)
-        found = gradients(changed, batch)
+        measured = gradients(changed, batch)
         for i in range(len(layers_of(model))):
-            same = all(torch.equal(found[i, part], baseline[i, part]) for part in PARTS)
+            same = all(torch.equal(measured[i, part], baseline[i, part]) for part in PARTS)
             if method in (BASELINE, EXACT) and not same:
                 raise JobError(f"layer {i + 1}, {method}: expected the gradients of the baseline, bit for bit")
-            off = {part: (found[i, part] - exact[i, part]).norm() / exact[i, part].norm() for part in PARTS}
+            off = {part: (measured[i, part] - exact[i, part]).norm() / exact[i, part].norm() for part in PARTS}
             yield (
                 {"method": method, "layer": i + 1}
                 | {part: float(f"{float(value):.4g}") for part, value in off.items()}

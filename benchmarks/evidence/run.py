@@ -172,9 +172,9 @@ def evaluate(model: nn.Module, batch: Batch) -> tuple[float, float]:
 
 def agree(runs: Iterable[Run]) -> None:
     """Raise JobError unless `exact` runs have every loss of the baseline's runs, to the last bit."""
-    found = {(run.task, run.method, run.seed): run for run in runs}
-    for (regime, method, seed), run in found.items():
-        baseline = found.get((regime, BASELINE, seed))
+    by_seed = {(run.task, run.method, run.seed): run for run in runs}
+    for (regime, method, seed), run in by_seed.items():
+        baseline = by_seed.get((regime, BASELINE, seed))
         if method == EXACT and baseline and (run.curve, run.loss) != (baseline.curve, baseline.loss):
             raise JobError(
                 f'{regime}, seed {seed}: expected the baseline\'s losses with error="exact", got others'
@@ -185,7 +185,7 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     """Return held-out losses compared with the baseline's runs; the tests of a regime are corrected together."""
     values = {(run.task, run.method, run.seed): run for run in runs}
     pairs = [(method, BASELINE) for method in TESTED]
-    return [one for regime in REGIMES for one in compare_pairs(values, regime, "loss", "baseline", pairs)]
+    return [test for regime in REGIMES for test in compare_pairs(values, regime, "loss", "baseline", pairs)]
 
 
 def circumstances(setting: Setting, genes: Genes) -> dict[str, Any]:
@@ -203,7 +203,10 @@ def document(now: dict[str, Any], measured: dict[str, Any], runs: Sequence[Run])
     methods = list(METHODS)
     runs = sorted(runs, key=lambda run: (run.seed, list(REGIMES).index(run.task), methods.index(run.method)))
     lists = {name: items for name, items in measured.items() if isinstance(items, list)}
-    lists |= {"comparisons": [as_record(one) for one in compare(runs)], "runs": [asdict(run) for run in runs]}
+    lists |= {
+        "comparisons": [as_record(test) for test in compare(runs)],
+        "runs": [asdict(run) for run in runs],
+    }
     record = {
         "machine": f"{platform.machine()}, {platform.system()}, {os.cpu_count()} cores",
         "date": date.today().isoformat(),
@@ -234,12 +237,12 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     rows = ["| trained | saved for backward | bytes | loss less the baseline's, nats | p, Holm | would be found |"]
     rows.append("|---|---|---:|---:|---:|---:|")
     for regime, title in REGIMES.items():
-        compared = {one["method"]: one for one in record["comparisons"] if one["task"] == regime}
+        compared = {test["method"]: test for test in record["comparisons"] if test["task"] == regime}
         for method in (method for method in METHODS if (regime, method) in saved):
             share = saved[regime, method] / saved[regime, BASELINE]
             start = f"| {title} | {LABELS[method]} | {100 * share:.1f} % |"
             rows.append(f"{start} {_compared(method, compared.get(method))} |")
-    found = {"differences": "\n".join(rows)}
+    parts = {"differences": "\n".join(rows)}
     for part in ("intermediate", "output", "attention", "input"):
         of = {(row["method"], row["layer"]): row[part] for row in record["gradients"]}
         shown = [method for method in METHODS if method != EXACT and (method, 1) in of]
@@ -248,22 +251,22 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
             f"| {layer} | {' | '.join(_short(of[method, layer]) for method in shown)} |"
             for layer in sorted({layer for _, layer in of})
         ]
-        found[part] = "\n".join(lines)
-    return found
+        parts[part] = "\n".join(lines)
+    return parts
 
 
-def _compared(method: str, one: dict[str, Any] | None) -> str:
+def _compared(method: str, test: dict[str, Any] | None) -> str:
     if method == BASELINE:
         return "| |"
     if method == EXACT:
         return "0, every loss the same | |"
-    if one is None or one["difference"] is None:
-        return f"{'too few seeds' if one is None else 'diverged'} | |"
-    sign = "+" if one["difference"] > 0 else ""
-    mark = " *" if one["distinguishable"] else ""
+    if test is None or test["difference"] is None:
+        return f"{'too few seeds' if test is None else 'diverged'} | |"
+    sign = "+" if test["difference"] > 0 else ""
+    mark = " *" if test["distinguishable"] else ""
     return (
-        f"{sign}{_two(one['difference'])} ± {_two(one['half'])} | {one['adjusted']:.2g}{mark}"
-        f" | {_two(one['detectable'])}"
+        f"{sign}{_two(test['difference'])} ± {_two(test['half'])} | {test['adjusted']:.2g}{mark}"
+        f" | {_two(test['detectable'])}"
     )
 
 
@@ -293,11 +296,13 @@ def sentences(record: dict[str, Any]) -> list[str]:
             f"Baseline training of {title} ends at {min(losses):.3f} to {max(losses):.3f} nats "
             f"over {len(baseline)} seeds, with {100 * min(shares):.1f} to {100 * max(shares):.1f} % found."
         )
-    tested = [one for one in record["comparisons"] if one["difference"] is not None]
+    tested = [test for test in record["comparisons"] if test["difference"] is not None]
     for regime, title in REGIMES.items():
-        different = [LABELS[one["method"]] for one in tested if one["task"] == regime and one["distinguishable"]]
-        of = [one for one in tested if one["task"] == regime]
-        if each := [one["detectable"] for one in of]:
+        different = [
+            LABELS[test["method"]] for test in tested if test["task"] == regime and test["distinguishable"]
+        ]
+        of = [test for test in tested if test["task"] == regime]
+        if each := [test["detectable"] for test in of]:
             verdict = (
                 f"distinguishable from the baseline: {', '.join(different)}"
                 if different
@@ -312,7 +317,7 @@ def sentences(record: dict[str, Any]) -> list[str]:
 
 
 def _seeds(of: list[dict[str, Any]]) -> str:
-    pairs = sorted({one["pairs"] for one in of})
+    pairs = sorted({test["pairs"] for test in of})
     return f"over {' to '.join(dict.fromkeys(map(str, (pairs[0], pairs[-1]))))} seeds"
 
 

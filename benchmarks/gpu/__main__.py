@@ -97,7 +97,7 @@ def use_tree() -> None:
             new.replace(package / source.name)  # at once, for others may be importing it
     wheels = [unpacked(wheel) for wheel in sorted(WHEELS.glob("*.whl"))]
     sys.path[:] = [str(TREE), *sys.path, *wheels]
-    before = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    before = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TREE), *before, *wheels])
 
 

@@ -93,7 +93,7 @@ def shortened(plan: Plan, model: nn.Module) -> Plan:
     """Return a plan for the blocks that a model has: a rehearsal's has fewer."""
     there = {path for path, _ in model.named_modules()}
     return replace(
-        plan, groups=tuple(Group(one.policy, tuple(there.intersection(one.blocks))) for one in plan.groups)
+        plan, groups=tuple(Group(group.policy, tuple(there.intersection(group.blocks))) for group in plan.groups)
     )
 
 
@@ -110,8 +110,8 @@ def largest(model: str, variant: str, what: str, unit: int, device: str, tiny: b
         return step_fits(subject, forward, inputs, device)
 
     with limited(device):
-        found = most(fits)
-    return {"size": found * unit, "unit": unit, "gib": MEMORY}
+        largest = most(fits)
+    return {"size": largest * unit, "unit": unit, "gib": MEMORY}
 
 
 def most(fits: Callable[[int], bool]) -> int:

@@ -118,9 +118,9 @@ Gradients = Callable[[], dict[str, Tensor]]
 
 def compared(made: Gradients, baseline: Gradients) -> Row:
     """Return how many gradients have the baseline's bits, and how far the gradient of the whole model is off."""
-    expected, found = baseline(), made()
-    equal = sum(torch.equal(found[name], each) for name, each in expected.items())
-    off = sum(float((found[name].float() - each.float()).norm()) ** 2 for name, each in expected.items())
+    expected, measured = baseline(), made()
+    equal = sum(torch.equal(measured[name], each) for name, each in expected.items())
+    off = sum(float((measured[name].float() - each.float()).norm()) ** 2 for name, each in expected.items())
     size = sum(float(each.float().norm()) ** 2 for each in expected.values())
     return {"equal": equal, "of": len(expected), "gradient_off": (off / size) ** 0.5}
 
@@ -140,7 +140,7 @@ def gradients(model: str, precision: str, device: str, tiny: bool, variant: str)
         with casting():
             loss = forward(inputs)
         loss.backward()
-        found = {name: one.grad for name, one in parameters.items() if one.grad is not None}
-        return {"loss": loss.detach()} | found
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        return {"loss": loss.detach()} | gradients
 
     return reproducibly(step)

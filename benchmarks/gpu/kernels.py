@@ -69,22 +69,22 @@ Case = tuple[Function, dict[str, Function], list[tuple[int, ...]]]  # the baseli
 def cases(tiny: bool) -> dict[str, Case]:
     """Return what is measured by name of the function."""
     activation, gate, norm = [(2**14,), (8, 2048), (64, 256)] if tiny else [(2**26,), (8192, 11008), (16384, 4096)]
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for name in ("gelu",) if tiny else ACTIVATIONS:
-        found[name] = ACTIVATIONS[name], shipped(name) | by_compiler(ACTIVATIONS[name], tiny), [activation]
+        cases[name] = ACTIVATIONS[name], shipped(name) | by_compiler(ACTIVATIONS[name], tiny), [activation]
     for name in GATES:
         variants = shipped(name) | by_compiler(GATES[name], tiny) | {"Liger": partial(liger, f"liger_{name}")}
-        found[name] = GATES[name], variants, [gate, gate]
+        cases[name] = GATES[name], variants, [gate, gate]
     width = norm[-1:]
     layer: Function = lambda x, weight, bias: F.layer_norm(x, width, weight, bias, EPSILON)  # noqa: E731
     rms: Function = lambda x, weight: F.rms_norm(x, width, weight, EPSILON)  # noqa: E731
     liger_layer = partial(liger, "liger_layer_norm", eps=EPSILON)
     ours = {"memory-sharing": lambda x, *_: ms_layer_norm(x, width, EPSILON)}
-    found["layer_norm"] = layer, ours | by_compiler(layer, tiny) | {"Liger": liger_layer}, [norm, width, width]
+    cases["layer_norm"] = layer, ours | by_compiler(layer, tiny) | {"Liger": liger_layer}, [norm, width, width]
     liger_rms = partial(liger, "liger_rms_norm", eps=EPSILON)
     ours = {"memory-sharing": lambda x, *_: ms_rms_norm(x, width, EPSILON)}
-    found["rms_norm"] = rms, ours | by_compiler(rms, tiny) | {"Liger": liger_rms}, [norm, width]
-    return found
+    cases["rms_norm"] = rms, ours | by_compiler(rms, tiny) | {"Liger": liger_rms}, [norm, width]
+    return cases
 
 
 def shipped(name: str) -> dict[str, Function]:
@@ -100,8 +100,8 @@ def by_compiler(function: Function, tiny: bool) -> dict[str, Function]:
 
 def liger(name: str, *tensors: Tensor, **options: Any) -> Tensor:
     """Call a function of Liger's."""
-    found: Tensor = getattr(import_module("liger_kernel.transformers.functional"), name)(*tensors, **options)
-    return found
+    output: Tensor = getattr(import_module("liger_kernel.transformers.functional"), name)(*tensors, **options)
+    return output
 
 
 def coded(bits: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Row:

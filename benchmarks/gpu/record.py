@@ -130,9 +130,9 @@ def machine(device: str) -> Row:
     """Return what a JSON says of the device, the versions, the date and the commit."""
     about: Row = {"name": platform.machine()}
     if device == "cuda":
-        found = torch.cuda.get_device_properties(0)
-        gib = round(found.total_memory / 2**30, 1)
-        about = {"name": found.name, "gib": gib, "cuda": torch.version.cuda or torch.version.hip}
+        gpu = torch.cuda.get_device_properties(0)
+        gib = round(gpu.total_memory / 2**30, 1)
+        about = {"name": gpu.name, "gib": gib, "cuda": torch.version.cuda or torch.version.hip}
     return {
         "device": about,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},

@@ -22,33 +22,33 @@ def results(folder: Path = RESULTS) -> dict[str, Part]:
     return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
-def filled(text: str, found: dict[str, Part]) -> str:
+def filled(text: str, parts: dict[str, Part]) -> str:
     """Return a page with the results between its marks, `<!-- gpu: PART -->` and `<!-- end -->`."""
 
     def content(match: re.Match[str]) -> str:
-        lines = summary(found) if match[2] == "summary" else blocks(match[2], found)
+        lines = summary(parts) if match[2] == "summary" else blocks(match[2], parts)
         return "\n\n".join([match[1], *lines, match[3]])
 
     return MARKED.sub(content, text)
 
 
-def summary(found: dict[str, Part]) -> list[str]:
+def summary(parts: dict[str, Part]) -> list[str]:
     """Return the steps of one model; that there is nothing, if so."""
-    if "steps" not in found:
+    if "steps" not in parts:
         return [f"{NOTHING} ([On a GPU](docs/gpu.md))."]
-    steps = found["steps"]
+    steps = parts["steps"]
     rows = [row for row in steps["rows"] if row.get("model") == SUMMARY and row["variant"] in SUMMARISED]
     where = f"{steps['device']['name']}, PyTorch {steps['versions']['torch']}, {steps['date'][:10]}"
     title = f"Training steps of two blocks of {SUMMARY} with the loss ([more](docs/gpu.md); {where}):"
     return [title, *of_steps(rows, host=False)]
 
 
-def blocks(name: str, found: dict[str, Part]) -> list[str]:
+def blocks(name: str, parts: dict[str, Part]) -> list[str]:
     """Return a part's tables, with where they were measured and what could not be."""
-    if name not in found:
+    if name not in parts:
         return [f"{NOTHING}."]
-    rows = found[name]["rows"]
-    return [f"Measured on {measured_on(found[name])}", *TABLES[name](rows), *failures(rows)]
+    rows = parts[name]["rows"]
+    return [f"Measured on {measured_on(parts[name])}", *TABLES[name](rows), *failures(rows)]
 
 
 def measured_on(part: Part) -> str:
@@ -62,8 +62,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
     """Return what could not be measured, and why."""
     lines = [f"- {label(row)}: `{' '.join(str(row['error']).split())[:200]}`" for row in rows if "error" in row]
     skipped = sum("skipped" in row and "tests" not in row for row in rows)
-    found = ["Failed:", "\n".join(lines)] if lines else []
-    return found + ([f"No time was left for {skipped} rows."] if skipped else [])
+    text = ["Failed:", "\n".join(lines)] if lines else []
+    return text + ([f"No time was left for {skipped} rows."] if skipped else [])
 
 
 def label(row: Row) -> str:
@@ -84,8 +84,8 @@ def of_correctness(rows: Sequence[Row]) -> list[str]:
     columns = list(dict.fromkeys((row["model"], row["precision"]) for row in rows if "equal" in row))
     cells = []
     for variant, own in grouped(rows, "variant", "equal").items():
-        found = {(row["model"], row["precision"]): row for row in own}
-        cells.append([variant, *(agreement(found[each]) if each in found else "—" for each in columns)])
+        by_model = {(row["model"], row["precision"]): row for row in own}
+        cells.append([variant, *(agreement(by_model[each]) if each in by_model else "—" for each in columns)])
     return [*tests, table(["", *(", ".join(each) for each in columns)], cells)]
 
 

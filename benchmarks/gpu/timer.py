@@ -90,8 +90,8 @@ def step_times(step: Callable[[], Any], device: str, steps: int, warm: int = WAR
         if i >= warm:
             host.append(1e3 * (launched - start))
             whole.append(1e3 * (time.perf_counter() - start))
-    found = {"ms": statistics.median(whole)}
-    return found | ({"host_ms": statistics.median(host)} if device == "cuda" else {})
+    times = {"ms": statistics.median(whole)}
+    return times | ({"host_ms": statistics.median(host)} if device == "cuda" else {})
 
 
 def graphed(step: Callable[[], Any], device: str) -> dict[str, Any]:

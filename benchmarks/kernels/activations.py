@@ -128,11 +128,11 @@ def draw(groups: list[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axes, group in zip(panels, groups, strict=True):
         base = group["rows"][0]["forward_ms"] + group["rows"][0]["backward_ms"]
-        for i, one in enumerate(reversed(group["rows"])):
-            axes.barh(i, one["forward_ms"] / base, color="#1f4e79", label="forward" if not i else "")
-            left = one["forward_ms"] / base
-            axes.barh(i, one["backward_ms"] / base, left=left, color="#d1495b", label="backward" if not i else "")
-        labels = [f"{one['label']} ({one['saved_bytes_an_element']:g} B)" for one in reversed(group["rows"])]
+        for i, row in enumerate(reversed(group["rows"])):
+            axes.barh(i, row["forward_ms"] / base, color="#1f4e79", label="forward" if not i else "")
+            left = row["forward_ms"] / base
+            axes.barh(i, row["backward_ms"] / base, left=left, color="#d1495b", label="backward" if not i else "")
+        labels = [f"{row['label']} ({row['saved_bytes_an_element']:g} B)" for row in reversed(group["rows"])]
         axes.set_yticks(range(len(labels)), labels, fontsize=8)
         axes.axvline(1.0, color="black", linewidth=0.7)
         axes.set_title(f"{group['activation']}, {group['elements']:,} elements, {group['dtype']}", fontsize=9)
@@ -177,16 +177,16 @@ def main() -> None:
                     record["groups"].append(
                         {"activation": name, "elements": size, "dtype": dtype, "rows": measurements}
                     )
-                    for one in measurements:
-                        times = " ".join(f"{one[f'{pass_}_ms']:9.3f}" for pass_ in ("forward", "backward", "both"))
-                        ratio, size = one["ratio"], one["saved_bytes_an_element"]
-                        print(f"{one['label']:28} {times} ms  {ratio:6.2f} times  {size:6.3f} B", flush=True)
+                    for row in measurements:
+                        times = " ".join(f"{row[f'{pass_}_ms']:9.3f}" for pass_ in ("forward", "backward", "both"))
+                        ratio, size = row["ratio"], row["saved_bytes_an_element"]
+                        print(f"{row['label']:28} {times} ms  {ratio:6.2f} times  {size:6.3f} B", flush=True)
     except KeyboardInterrupt:
         print("interrupted: what is finished is kept", file=sys.stderr)
     finally:
         for group in record["groups"]:
-            for one in group["rows"]:
-                one.update({key: round(value, 4) for key, value in one.items() if key.endswith("_ms")})
+            for row in group["rows"]:
+                row.update({key: round(value, 4) for key, value in row.items() if key.endswith("_ms")})
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n")
         if record["groups"]:

@@ -70,7 +70,7 @@ def problem(activation: Activation) -> str | None:
     """
     parts: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):
-        found = FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts).astype(np.float64)
+        computed = FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts).astype(np.float64)
     derivatives = activation.derivative(POINTS)
     typed = activation.typed  # so that a mistake in rewriting it is found too
     slope = typed.diff(x)
@@ -80,12 +80,12 @@ def problem(activation: Activation) -> str | None:
         if not (true.is_finite() and derivative.is_finite()) or abs(true) > LARGEST or abs(derivative) > LARGEST:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY
-        lost = not abs(found[i] - float(true)) <= allowed
+        lost = not abs(computed[i] - float(true)) <= allowed
         if lost:
             left, right = (value(typed, at + side * NEAR, 20) for side in (-1, 1))
             near_root = left * right < 0 or abs(true) < 0.1 * min(abs(left), abs(right))
-            if not (np.isfinite(found[i]) and near_root):
-                where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
+            if not (np.isfinite(computed[i]) and near_root):
+                where = f"in float32 it is {computed[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
                 return f"{where}: {_blame(parts, i, at)}"
         if not abs(derivatives[i] - float(derivative)) <= DERIVATIVE_ERROR * max(1.0, float(abs(derivative))):
             return (
@@ -118,8 +118,8 @@ def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
 
 def warn(activation: Activation) -> None:
     """Warn if floating point fails on a formula; PyTorch's own functions need no check."""
-    if activation.torch is None and (found := problem(activation)) is not None:
-        warnings.warn(f"{activation}: {found}", FitWarning, stacklevel=3)
+    if activation.torch is None and (failure := problem(activation)) is not None:
+        warnings.warn(f"{activation}: {failure}", FitWarning, stacklevel=3)
 
 
 def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
@@ -146,9 +146,9 @@ def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
 
 def _error(parts: dict[Expr, Array], node: Expr, i: int, at: float) -> float:
     """Return the relative error of a part; infinite if that is not finite."""
-    found = float(np.broadcast_to(parts[node], POINTS.shape)[i])
+    computed = float(np.broadcast_to(parts[node], POINTS.shape)[i])
     true = value(node, at, 20)
     if not true.is_finite():
         return 0.0
-    error = abs(found - float(true)) / max(float(abs(true)), TINY)
+    error = abs(computed - float(true)) / max(float(abs(true)), TINY)
     return error if np.isfinite(error) else np.inf

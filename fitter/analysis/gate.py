@@ -92,11 +92,11 @@ class _Product(Parser):
                 self.negative ^= isinstance(node.op, ast.USub)
                 self.walk(operand, depth + 1, divides=divides)
             case _:
-                found = _variables(node)
-                if len(found) > 1:
+                variables = _variables(node)
+                if len(variables) > 1:
                     got = quote(ast.unparse(node))
                     self.refuse(node, f"expected a product a(g)*b(u), got the factor {got}, which mixes g and u")
-                self.variable = found.pop() if found else VARIABLES[0]
+                self.variable = variables.pop() if variables else VARIABLES[0]
                 value = self.expression(node, depth)
                 if divides and value.is_number and constant(value) == 0:
                     self.refuse(node, "division by zero")

@@ -166,11 +166,11 @@ class Learned(Formula):
         whats = ["", *(f"the derivative in {name} of " for name in ("x", *self.names))]
         formulas = self.formula, self.derivative_formula, *self.gradient_formulas
         for what, formula in zip(whats, formulas, strict=True):
-            found = self.at_start(formula, POINTS)
-            if not np.isfinite(found).all():
-                i = np.flatnonzero(~np.isfinite(found))[0]
+            at_points = self.at_start(formula, POINTS)
+            if not np.isfinite(at_points).all():
+                i = np.flatnonzero(~np.isfinite(at_points))[0]
                 starts = ", ".join(f"{number.name}={number.start:g}" for number in self.numbers)
                 raise UsageError(
-                    f"{self}: with its start {starts} {what}the formula is {found[i]:g} at x = {POINTS[i]:g}: "
+                    f"{self}: with its start {starts} {what}the formula is {at_points[i]:g} at x = {POINTS[i]:g}: "
                     "expected finite numbers from x = -10 to 10; choose another start"
                 )

@@ -102,33 +102,33 @@ def breaks(
 
     The points are float64, increasing, each with the same point to 25 digits or more.
     """
-    found: dict[float, Number] = {}
+    points: dict[float, Number] = {}
     reach = math.inf
     for u in _arguments(expr, switches_only):
         result = roots(u, low, high, MAX_SWITCHES)
-        found.update(result.points)
+        points.update(result.points)
         ends = {end for *flat, sign in result.signs if sign == FLAT for end in flat if low < end < high}
-        found.update({end: arb(end) for end in ends - set(found)})
+        points.update({end: arb(end) for end in ends - set(points)})
         reach = min(reach, result.reach)
-    kept: dict[float, Number] = {}
+    apart: dict[float, Number] = {}
     last = -math.inf
-    for point in sorted(found):
+    for point in sorted(points):
         if point - last > 4 * gap(point) and abs(point) < reach:
-            kept[point] = found[point]
+            apart[point] = points[point]
             last = point
-    return kept, reach
+    return apart, reach
 
 
 def _arguments(expr: Expr, switches_only: bool) -> list[Expr]:
-    found = []
+    arguments = []
     for node in sympy.preorder_traversal(expr):
         if isinstance(node, SWITCHES):
-            found.append(node.args[0])
+            arguments.append(node.args[0])
         elif not switches_only and node.is_Pow and not (node.exp.is_Integer and node.exp.p > 0):
-            found.append(node.base)
+            arguments.append(node.base)
         elif not switches_only and node.func in SINGULAR:
-            found.append(SINGULAR[node.func](node.args[0]))
-    return [u for u in dict.fromkeys(found) if x in u.free_symbols]
+            arguments.append(SINGULAR[node.func](node.args[0]))
+    return [u for u in dict.fromkeys(arguments) if x in u.free_symbols]
 
 
 def gap(point: float) -> float:
@@ -169,17 +169,17 @@ class _Search:
                 self.rest([(a, b), *((a, b) for _, a, b in boxes)])
                 break
             left -= 1
-            found = self.decided(a, b)
-            if found == UNKNOWN:
+            sign = self.decided(a, b)
+            if sign == UNKNOWN:
                 middle = _between(a, b)
                 for box in ((a, middle), (middle, b)):
                     heapq.heappush(boxes, (_nearest(*box), *box))
-            elif abs(found) == 10:
-                crossings.append((a, b, found // 10))
-            elif found == TINY:
+            elif abs(sign) == 10:
+                crossings.append((a, b, sign // 10))
+            elif sign == TINY:
                 self.rough.append((a, b, TINY))
-            elif found != UNDEFINED:
-                self.signs.append((a, b, found))
+            elif sign != UNDEFINED:
+                self.signs.append((a, b, sign))
         for a, b, sign in sorted([*crossings, *self.merged()], key=lambda part: _nearest(*part[:2])):
             if (near := _nearest(a, b)) >= self.reach:
                 break
@@ -193,11 +193,11 @@ class _Search:
 
     def decided(self, a: float, b: float) -> int:
         """Return the sign on a box; ±10 if it has one crossing, from ±1; UNKNOWN if it must be cut."""
-        found = enclose(self.expr, a, b)
-        if (sure := _sign(found)) != UNKNOWN:
+        enclosed = enclose(self.expr, a, b)
+        if (sure := _sign(enclosed)) != UNKNOWN:
             return sure
         slope = enclose(self.derivative, a, b)
-        ends = [*found, *slope]
+        ends = [*enclosed, *slope]
         if all(end.is_finite() for end in ends) and (slope[0] >= 0 or slope[1] <= 0):
             first, last = (sign_of(value(self.expr, at, 20)) for at in (a, b))
             if first == last:
@@ -205,8 +205,8 @@ class _Search:
             if first == -last:
                 return 10 * first
         noise = b - a < max(abs(a), abs(b)) / 2 and all(
-            one.rel_accuracy_bits() < NOISE_BITS and not one.is_zero()
-            for one in (roughly(self.expr, a + (b - a) * share) for share in (0.23, 0.4871, 0.77))
+            at_share.rel_accuracy_bits() < NOISE_BITS and not at_share.is_zero()
+            for at_share in (roughly(self.expr, a + (b - a) * share) for share in (0.23, 0.4871, 0.77))
         )
         if noise or b - a <= max(NARROW * max(abs(a), abs(b)), 1e-15):
             self.rough.append((a, b, UNKNOWN))
@@ -221,13 +221,13 @@ class _Search:
             at = [a + (b - a) * math.modf(i * 0.618034)[0] for i, (a, b) in enumerate(chosen)]
             for expr in (self.derivative, self.expr):
                 values = [value(expr, point, 15) for point in at]
-                signs = {UNKNOWN if one.is_nan() else sign_of(one) for one in values if one != 0}
+                signs = {UNKNOWN if number.is_nan() else sign_of(number) for number in values if number != 0}
                 if len(signs) > 1:
                     self.reach = min(self.reach, *(_nearest(*box) for box in outer))
                     break
             else:
-                kept = signs.pop() if signs else TINY
-                self.signs += [(a, b, kept) for a, b in outer]
+                sign = signs.pop() if signs else TINY
+                self.signs += [(a, b, sign) for a, b in outer]
 
     def merged(self) -> list[Part]:
         """Join adjacent boxes; leave out those in which the formula fades away toward an end of the domain."""
@@ -252,7 +252,7 @@ class _Search:
             grid = grid[(grid > a) & (grid < b)]
             at = np.unique([a, *grid[:: 1 + grid.size // 32], *(a + (b - a) * np.array([0.31, 0.69])), b])
         values = [value(self.expr, point, 20) for point in at.tolist()]
-        signs = [UNDEFINED if one.is_nan() else sign_of(one) for one in values]
+        signs = [UNDEFINED if number.is_nan() else sign_of(number) for number in values]
         if not any(signs):
             self.signs.append((a, b, nothing))
             return
@@ -285,12 +285,12 @@ class _Search:
     def touching(self, a: float, b: float, sign: int, size: Number) -> None:
         """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
         at = _root(self.derivative, a, b, -sign)
-        found = value(self.expr, at, 20)
+        at_point = value(self.expr, at, 20)
         point = float(at)
-        if abs(found) <= size * arb("1e-25"):
+        if abs(at_point) <= size * arb("1e-25"):
             self.point(at)
             self.signs += [(a, point, sign), (point, b, sign)]
-        elif found * sign < 0 and a < point < b:
+        elif at_point * sign < 0 and a < point < b:
             self.crossing(a, point, sign)
             self.crossing(point, b, -sign)
         else:
@@ -350,15 +350,15 @@ def _root(expr: Expr, a: float, b: float, side: int) -> Number:
         before, size = low, value(expr, low, 40)
         at, last = _middle(low, high), high - low
         while True:
-            found = value(expr, at, 40)
-            if found == 0:
+            at_point = value(expr, at, 40)
+            if at_point == 0:
                 return at
-            low, high = (at, high) if sign_of(found) == side else (low, at)
+            low, high = (at, high) if sign_of(at_point) == side else (low, at)
             close = (arb("1e-28") * abs(at)).max(arb("1e-340"))  # a root nearer to 0 is 0 as a float64
-            step = (found * (at - before) / (found - size)).mid()
+            step = (at_point * (at - before) / (at_point - size)).mid()
             if high - low <= 2 * close:
                 return (at - step).mid() if low < at - step < high else at
-            before, size = at, found
+            before, size = at, at_point
             if abs(step) < close:
                 step = close if at == high else -close
             if low < at - step < high and 2 * abs(step) <= abs(last):
@@ -374,9 +374,9 @@ def _middle(low: Number, high: Number) -> Number:
     return ((low + high) / 2 if high <= 4 * low else (low.max(arb("1e-345")) * high).sqrt()).mid()
 
 
-def _sign(found: Interval) -> int:
+def _sign(enclosed: Interval) -> int:
     """Return the sign that an enclosure proves."""
-    low, high = found
+    low, high = enclosed
     if low > 0 or high < 0:
         return 1 if low > 0 else -1
     if low.is_nan():

@@ -107,13 +107,13 @@ def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> 
     between them, or is less than 1e-12 of the value, is no jump.
     """
     points = {**breaks(f, low, high, switches_only=True)[0], **breaks(df, low, high, switches_only=True)[0]}
-    found = []
+    places = []
     for at in sorted(points):
         if _jumps(f, points[at]):
-            found.append(Breakpoint(at, "jump"))
+            places.append(Breakpoint(at, "jump"))
         elif _jumps(df, points[at]):
-            found.append(Breakpoint(at, "corner"))
-    return tuple(found)
+            places.append(Breakpoint(at, "corner"))
+    return tuple(places)
 
 
 def asymptote(f: Expr, side: int) -> Asymptote:
@@ -129,9 +129,9 @@ def asymptote(f: Expr, side: int) -> Asymptote:
         at = [[side * (10**k + j * arb(2).sqrt()).mid() for j in range(OFFSETS)] for k in SCALES]
         values = [[value(f, point, LIMIT_DIGITS) for point in points] for points in at]
         last = values[-1]
-        if all(one.is_nan() for one in values[-2] + last):
+        if all(number.is_nan() for number in values[-2] + last):
             return Asymptote("undefined")
-        if all(one.is_finite() for row in values[-3:] for one in row):
+        if all(number.is_finite() for row in values[-3:] for number in row):
             slope = (last[0] - values[-2][0]) / (at[-1][0] - at[-2][0])
             residues = [
                 [v - slope * p for v, p in zip(*rows, strict=True)] for rows in zip(values, at, strict=True)
@@ -157,11 +157,11 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     Intervals end where f′ changes sign, where f is constant or undefined, and where f jumps against its direction;
     on a jump along its direction f stays monotone.
     """
-    found = roots(df, low, high)
+    zeros = roots(df, low, high)
     points, reach = breaks(f, low, high)
-    reach = min(reach, found.reach)
+    reach = min(reach, zeros.reach)
     parts: list[Piece] = []
-    for piece in _split(found, points, reach):
+    for piece in _split(zeros, points, reach):
         if value(f, inside(piece.low, piece.high), 15).is_nan():
             continue
         before = parts[-1] if parts else None
@@ -169,13 +169,13 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
             before is not None
             and before.high == piece.low
             and before.direction == piece.direction
-            and _goes_on(f, points.get(piece.low), piece.direction)
+            and _continues(f, points.get(piece.low), piece.direction)
         ):
             parts[-1] = Piece(before.low, piece.high, piece.direction)
         else:
             parts.append(piece)
     stationary = []
-    for at, exact in found.points.items():
+    for at, exact in zeros.points.items():
         orders = order(df, exact, -1), order(df, exact, 1)
         if abs(at) < reach and max(orders) > LEAST_ORDER and not value(f, exact, 15).is_nan():
             stationary.append(Root(at, *orders))
@@ -201,7 +201,7 @@ def _jumps(expr: Expr, at: Number) -> bool:
         return bool(near > far / 2 and near > TOLERANCE * max(abs(below), abs(above)))
 
 
-def _goes_on(f: Expr, at: Number | None, direction: int) -> bool:
+def _continues(f: Expr, at: Number | None, direction: int) -> bool:
     """Whether a piece of that direction continues across a break of f."""
     if at is None:
         return True
@@ -213,8 +213,8 @@ def _goes_on(f: Expr, at: Number | None, direction: int) -> bool:
         return bool((above - below) * direction >= -slack) if direction else abs(above - below) <= slack
 
 
-def _split(found: Roots, points: dict[float, Number], reach: float) -> Iterator[Piece]:
-    for a, b, sign in found.signs:
+def _split(zeros: Roots, points: dict[float, Number], reach: float) -> Iterator[Piece]:
+    for a, b, sign in zeros.signs:
         low, high = max(a, -reach), min(b, reach)
         edges = [low, *(point for point in points if low < point < high), high]
         for start, stop in itertools.pairwise(edges):
@@ -234,10 +234,10 @@ def snapped(number: Number | float) -> float:
 
 def _diverges(values: list[list[Number]]) -> bool:
     """Whether |f| grows without bound from scale to scale, with one sign."""
-    seen = [one for row in values[-3:] for one in row]
-    if any(one.is_nan() for one in seen) or len({sign_of(one) for one in seen[OFFSETS:]}) > 1:
+    seen = [number for row in values[-3:] for number in row]
+    if any(number.is_nan() for number in seen) or len({sign_of(number) for number in seen[OFFSETS:]}) > 1:
         return False
-    sizes = [[abs(one) for one in row] for row in values]
+    sizes = [[abs(number) for number in row] for row in values]
     if not any(size.is_finite() for size in sizes[-1]):
         return True
     first, second, third = sizes[-3:]

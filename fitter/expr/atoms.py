@@ -94,8 +94,8 @@ class _Atom(sympy.Function):
         """Return a constant's value, from which SymPy takes its sign; mpmath's own function may overflow."""
         from .exact import value  # it imports this file
 
-        found = value(self, 0) if not self.free_symbols else NAN
-        return sympy.Float._new(found._mpf_, prec) if found.is_finite() else None
+        number = value(self, 0) if not self.free_symbols else NAN
+        return sympy.Float._new(number._mpf_, prec) if number.is_finite() else None
 
     def _eval_is_extended_real(self) -> bool | None:
         return None if self.free_symbols else True

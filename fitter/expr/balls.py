@@ -66,9 +66,9 @@ def logcosh(u: Ball) -> Ball:
     return (2 * (a / 2).sinh() ** 2).log1p() if a < 1 else a + exp(-2 * a).log1p() - arb.const_log2()
 
 
-def hypot(u: Ball, one: int = 1) -> Ball:
-    """Return √(u² + one²)."""
-    return (u * u + one * one).sqrt()
+def hypot(u: Ball, v: int = 1) -> Ball:
+    """Return √(u² + v²)."""
+    return (u * u + v * v).sqrt()
 
 
 def squareplus(u: Ball) -> Ball:

@@ -31,7 +31,7 @@ class Arithmetic:
         done = {} if done is None else done
         done[x] = at
         for node, kind, arguments in steps(expr):
-            values = [done[one] for one in arguments]
+            values = [done[argument] for argument in arguments]
             if kind is None:
                 done[node] = self.constant(node)
             elif kind is sympy.Add:
@@ -49,18 +49,18 @@ class Arithmetic:
 @lru_cache(maxsize=1024)
 def steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[Expr, ...]], ...]:
     """Return the subformulas in the order of evaluation: each, its function and arguments; None for a constant."""
-    found: dict[Expr, tuple[Expr, Any, tuple[Expr, ...]]] = {}
+    steps: dict[Expr, tuple[Expr, Any, tuple[Expr, ...]]] = {}
 
     def visit(node: Expr) -> None:
-        if node == x or node in found:
+        if node == x or node in steps:
             return
         arguments = () if not varies(node) else terms(node) if node.is_Add else node.args
-        for one in arguments:
-            visit(one)
-        found[node] = (node, node.func if varies(node) else None, arguments)
+        for argument in arguments:
+            visit(argument)
+        steps[node] = (node, node.func if varies(node) else None, arguments)
 
     visit(expr)
-    return tuple(found.values())
+    return tuple(steps.values())
 
 
 def evaluate(expr: Expr, at: Array) -> Array:

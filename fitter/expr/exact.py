@@ -35,14 +35,14 @@ def value(expr: Expr, at: float | Number, digits: int = 50) -> Number:
     bits, lost = wanted + EXTRA, False
     while True:
         with ctx.workprec(bits):
-            found = BALLS.evaluate(expr, point)
-        if not found.is_finite():
-            if found.is_exact() or lost or bits > MOST:  # twice undefined, or infinite
-                return found if found.is_exact() else NAN
+            ball = BALLS.evaluate(expr, point)
+        if not ball.is_finite():
+            if ball.is_exact() or lost or bits > MOST:  # twice undefined, or infinite
+                return ball if ball.is_exact() else NAN
             lost = bits > 500
-        elif found.rel_accuracy_bits() >= wanted or bits > MOST:
-            return ZERO if abs(found) < LEAST else found.mid()
-        elif found.is_zero() or abs(found) < NOTHING:
+        elif ball.rel_accuracy_bits() >= wanted or bits > MOST:
+            return ZERO if abs(ball) < LEAST else ball.mid()
+        elif ball.is_zero() or abs(ball) < NOTHING:
             return ZERO
         bits *= 2
 
@@ -78,8 +78,8 @@ def order(expr: Expr, at: Number, side: int) -> float:
 def enclose(expr: Expr, low: float, high: float) -> Interval:
     """Return an interval that has all finite values of a formula from `low` to `high`, empty if there are none."""
     with ctx.workprec(ENCLOSING):
-        found: Interval = INTERVALS.evaluate(expr, (arb(low), arb(high)))
-    return found
+        interval: Interval = INTERVALS.evaluate(expr, (arb(low), arb(high)))
+    return interval
 
 
 def roughly(expr: Expr, at: float) -> Ball:

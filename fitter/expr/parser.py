@@ -97,14 +97,14 @@ class Parser(Syntax):
 
     def parse(self) -> Expr:
         """Return the formula."""
-        found = self.expression(self.tree(), 0)
-        if max(sizes(found)) > MAX_PARTS:
+        parsed = self.expression(self.tree(), 0)
+        if max(sizes(parsed)) > MAX_PARTS:
             raise UsageError(
                 f"{self.what}: too long: its derivatives, written out, would have more than {MAX_PARTS} parts"
             )
-        if depth(found) > MAX_NESTED:
+        if depth(parsed) > MAX_NESTED:
             raise UsageError(f"{self.what}: its functions are nested deeper than {MAX_NESTED}")
-        return found
+        return parsed
 
     def expression(self, node: ast.AST, depth: int) -> Expr:
         """Return the formula of a node."""

@@ -166,7 +166,7 @@ def _product(node: Expr) -> Expr:
 
 def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
     """Return base^power · above in a stable form, None if no row has one."""
-    u, v = (one.args[0] if one.args else one for one in (base, above))
+    u, v = (part.args[0] if part.args else part for part in (base, above))
     if base.func is sigmoid and above.func is exp and power.is_Integer:
         for n in range(1, int(min(power, 8)) + 1):  # exp(v) σ(u)^n = exp(v + n u) σ(−u)^n
             if (v + n * u).is_number:
@@ -225,12 +225,12 @@ def _logarithm(node: Expr) -> Expr:
 
 def _exponentials(u: Expr) -> list[tuple[Expr, Expr]] | None:
     """Return (exponent, number) of the terms of a·exp(w) + b·exp(v) with a, b > 0, last the flatter; else None."""
-    found = []
+    terms = []
     for term in u.args if u.is_Add and len(u.args) == 2 else ():
         number, rest = term.as_independent(*term.free_symbols, as_Add=False)
         if constant(number) > 0 and (rest == 1 or rest.func is exp):
-            found.append((rest.args[0] if rest != 1 else sympy.Integer(0), number))
-    return sorted(found, key=lambda item: -_steepness(item[0])) if len(found) == 2 else None
+            terms.append((rest.args[0] if rest != 1 else sympy.Integer(0), number))
+    return sorted(terms, key=lambda item: -_steepness(item[0])) if len(terms) == 2 else None
 
 
 def _steepness(exponent: Expr) -> float:

@@ -77,10 +77,10 @@ def fit(
     _check_domain(weight, low, high)
     check_finite(activation, low, high)
     even = -low == high and activation.derivative_parity(high) == "even"
-    found = []
-    for way in [even] if not even or _is_even(weight, high) else [True, False]:
-        borders, levels = _fitted(activation, bits, low, high, weight, cells, even=way)
-        found.append(
+    fits = []
+    for on_magnitude in [even] if not even or _is_even(weight, high) else [True, False]:
+        borders, levels = _fitted(activation, bits, low, high, weight, cells, even=on_magnitude)
+        fits.append(
             StepFit(
                 name=name,
                 method=METHOD,
@@ -88,14 +88,14 @@ def fit(
                 bits=bits,
                 domain=(low, high),
                 weight=weight,
-                even=way,
+                even=on_magnitude,
                 borders=tuple(borders.tolist()),
                 levels=tuple(levels.tolist()),
-                error=step_errors(activation, weight, (low, high), borders, levels, way),
+                error=step_errors(activation, weight, (low, high), borders, levels, on_magnitude),
                 options={"cells": cells, "seed": seed},
             )
         )
-    best = min(found, key=lambda one: one.error["objective"])
+    best = min(fits, key=lambda fitted: fitted.error["objective"])
     _warn(best)
     return best
 

@@ -130,11 +130,11 @@ def fit(
         )
         base = max(tol, ABOVE_FLOOR * max(floor, wide / 2))
         goals = [base, *(base * step for step in STEPS if base * step < REFUSED), max(2 * base, REFUSED)]
-        found: list[Approximant] = []
+        fitted: list[Approximant] = []
         for sample in samples:
-            found.append(_fitted(activation, sample, goals))
-            progress((i + len(found) / len(samples)) / len(DTYPES))
-        approximants[dtype] = tuple(found)
+            fitted.append(_fitted(activation, sample, goals))
+            progress((i + len(fitted) / len(samples)) / len(DTYPES))
+        approximants[dtype] = tuple(fitted)
     options = {"family": "rational", "tol": tol}
     return record(
         approximants, activation=activation, name=name, bits=width, domain=domain, borders=borders, options=options
@@ -143,8 +143,8 @@ def fit(
 
 def record(approximants: Mapping[str, tuple[Approximant, ...]], **fields: Any) -> InvertedFit:
     """Return the record of a fit, its errors and floors those of the worst approximants."""
-    error = {dtype: max(one.error for one in approximants[dtype]) for dtype in DTYPES}
-    floor = {dtype: max(one.floor for one in approximants[dtype]) for dtype in DTYPES}
+    error = {dtype: max(approximant.error for approximant in approximants[dtype]) for dtype in DTYPES}
+    floor = {dtype: max(approximant.floor for approximant in approximants[dtype]) for dtype in DTYPES}
     return InvertedFit(method=METHOD, approximants=approximants, error=error, floor=floor, **fields)
 
 
@@ -172,10 +172,10 @@ def cells(
     parts = smooth_cells(activation, low, high)
     least = (len(parts) - 1).bit_length()
     if least > (MAX_BITS if bits is None else bits):
-        told = f"--bits {least}" if least <= MAX_BITS else "a smaller domain"
+        advice = f"--bits {least}" if least <= MAX_BITS else "a smaller domain"
         raise UsageError(
             f"{activation}: {len(parts)} intervals of x on which it is monotone and smooth take {least} bits to "
-            f"tell apart, and at most {MAX_BITS if bits is None else bits} may be saved: use {told}"
+            f"tell apart, and at most {MAX_BITS if bits is None else bits} may be saved: use {advice}"
         )
     return parts if bits is None else refined(activation, parts, 2**bits, dtype)
 
@@ -227,9 +227,9 @@ def _candidates(
     weight = np.minimum(inner + ABOVE_FLOOR * (high - low) / 2 / allowed, 1.0)
     for degrees in DEGREES:
         if max(degrees) < len(t) and least.get(degrees, 0.0) <= allowed:
-            least[degrees], found = minimax(t, low, high, size, weight, degrees, allowed)
-            if found is not None:
-                yield found
+            least[degrees], quotient = minimax(t, low, high, size, weight, degrees, allowed)
+            if quotient is not None:
+                yield quotient
 
 
 def _settled(samples: Samples, allowed: float) -> tuple[int, int]:
@@ -303,8 +303,8 @@ def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell,
             "fit it on a smaller domain"
         )
     f, df = activation.formula, activation.derivative_formula
-    found = roots(df, low, high)
-    points = {**breaks(f, low, high)[0], **breaks(df, low, high)[0], **found.points}
+    zeros = roots(df, low, high)
+    points = {**breaks(f, low, high)[0], **breaks(df, low, high)[0], **zeros.points}
     ends = [low, *(piece.low for piece in shape.pieces[1:]), high]
     gaps = [a.high for a, b in itertools.pairwise(shape.pieces) if a.high != b.low]
     if not shape.pieces or shape.pieces[0].low != low or shape.pieces[-1].high != high or gaps:
@@ -335,10 +335,10 @@ def _beyond(activation: Activation, end: float, far: float) -> Number | None:
     if abs(far) > REALS:
         return None
     low, high = sorted((end, far))
-    found = list(roots(activation.derivative_formula, low, high).points.values())
-    if not found:
+    zeros = list(roots(activation.derivative_formula, low, high).points.values())
+    if not zeros:
         return None
-    nearest = found[0 if far > end else -1]
+    nearest = zeros[0 if far > end else -1]
     corners = {**breaks(activation.formula, low, high)[0], **breaks(activation.derivative_formula, low, high)[0]}
     return None if any(abs(at - end) <= abs(nearest - end) for at in corners) else nearest
 
@@ -488,8 +488,8 @@ def refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype: 
     """
     borders = cell_borders(activation, parts)
     points = [points_of(activation, cell, dtype, borders, s) for s, cell in enumerate(parts)]
-    x, y, derivative = (np.concatenate(one) for one in zip(*points, strict=True))
-    of = np.repeat(np.arange(len(parts)), [len(one[0]) for one in points])
+    x, y, derivative = (np.concatenate(column) for column in zip(*points, strict=True))
+    of = np.repeat(np.arange(len(parts)), [len(cell[0]) for cell in points])
     first = np.flatnonzero((np.diff(y, prepend=np.nan) != 0) | (np.diff(of, prepend=-1) != 0))
     runs = [slice(a, b) for a, b in itertools.pairwise([*first.tolist(), len(x)])]
     size = np.maximum(1.0, np.maximum.reduceat(np.abs(derivative), first))
@@ -517,13 +517,13 @@ def refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype: 
 
 def _cuts(s: int, x: Array, derivative: Array, floor: float, count: int) -> list[tuple[int, float]]:
     """Return the cuts of a run of x, at most `count`, after which no part spreads wider than twice the floor."""
-    found: list[tuple[int, float]] = []
+    cuts: list[tuple[int, float]] = []
     start = 0
-    while len(found) < count:
+    while len(cuts) < count:
         wide = np.maximum.accumulate(derivative[start:]) - np.minimum.accumulate(derivative[start:]) > 2 * floor
         if not wide.any():
             break
         start += int(np.argmax(wide))
         middle = float(np.float32((x[start - 1] + x[start]) / 2))
-        found.append((s, middle if middle < x[start] else float(x[start - 1])))
-    return found
+        cuts.append((s, middle if middle < x[start] else float(x[start - 1])))
+    return cuts

@@ -75,12 +75,12 @@ def _verify(activation: Activation, formula: Expr, text: str) -> None:
             raise UsageError(f"{activation}: its derivative is not finite at x = {point:.6g}, where its value is")
         if not y.is_finite():
             continue
-        found = value(formula, y)
+        stated = value(formula, y)
         compared += 1
-        if not abs(found - true) <= AGREEMENT * max(1, abs(true)):
+        if not abs(stated - true) <= AGREEMENT * max(1, abs(true)):
             raise UsageError(
                 f"{activation}: its derivative is not that function of the output: at x = {point:.6g} it is "
-                f"{float(true):.6g} where the formula {quote(text)} gives {float(found):.6g}"
+                f"{float(true):.6g} where the formula {quote(text)} gives {float(stated):.6g}"
             )
     if not compared:
         raise UsageError(f"{activation}: its derivative is nowhere finite from {-REACH:g} to {REACH:g}")
@@ -100,14 +100,14 @@ def errors(activation: Activation, formula: Expr) -> dict[str, float]:
         at = singles if dtype == "float32" else halves(dtype)
         at = at[~np.isin(at, corners)]
         true, y = activation.derivative(at), stored(activation, at, dtype)
-        found, valid = in_single(formula, y), (np.abs(true) < LARGEST) & np.isfinite(y)
+        computed, valid = in_single(formula, y), (np.abs(true) < LARGEST) & np.isfinite(y)
         if not valid.any():
             raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
-        if (lost := valid & ~np.isfinite(found)).any():
+        if (lost := valid & ~np.isfinite(computed)).any():
             raise UsageError(
-                f"{activation}: its derivative as a function of y is {found[lost][0]:g} in place of "
+                f"{activation}: its derivative as a function of y is {computed[lost][0]:g} in place of "
                 f"{true[lost][0]:g} where y rounds to {y[lost][0]:g} in {dtype}"
             )
-        error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
+        error = np.abs(computed[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
         stated[dtype] = float(f"{error.max():.4g}")
     return stated

@@ -123,10 +123,10 @@ def fit(
     if objective not in ("primitive", "derivative"):
         raise UsageError(f"objective: expected primitive or derivative, got {quote(objective)}")
     restarts, seed = integer("restarts", restarts, 0), integer("seed", seed, 0)
-    found = mixture(activation, bits, objective, restarts, seed, progress)
+    best = mixture(activation, bits, objective, restarts, seed, progress)
     float_check.warn(activation)
     options: dict[str, float | str] = {"objective": objective, "restarts": restarts, "seed": seed}
-    return _record(activation, found, name, options)
+    return _record(activation, best, name, options)
 
 
 def published(name: str) -> StepFit:
@@ -146,13 +146,13 @@ def published(name: str) -> StepFit:
         return np.asarray(activation.value(at) - np.maximum(at[..., None] - knots, 0.0) @ weights)
 
     total = quadrature(lambda at: wrong(at) ** 2, np.union1d(np.linspace(-edge, edge, 4001), knots)).sum()
-    found = Mixture(np.array(knots), slopes, float(total))
-    return _record(activation, found, name, {"objective": objective, "source": "arXiv 2406.16282"})
+    best = Mixture(np.array(knots), slopes, float(total))
+    return _record(activation, best, name, {"objective": objective, "source": "arXiv 2406.16282"})
 
 
-def _record(activation: Activation, found: Mixture, name: str, options: dict[str, float | str]) -> StepFit:
-    borders = without_noise(found.knots, np.max(np.abs(found.knots))).astype(np.float32).astype(np.float64)
-    levels = found.slopes.astype(np.float32).astype(np.float64)
+def _record(activation: Activation, best: Mixture, name: str, options: dict[str, float | str]) -> StepFit:
+    borders = without_noise(best.knots, np.max(np.abs(best.knots))).astype(np.float32).astype(np.float64)
+    levels = best.slopes.astype(np.float32).astype(np.float64)
     errors = step_errors(activation, Weight(), DOMAIN, borders, levels, even=False)
     return StepFit(
         name=name,
@@ -164,7 +164,7 @@ def _record(activation: Activation, found: Mixture, name: str, options: dict[str
         even=False,
         borders=tuple(borders.tolist()),
         levels=tuple(levels.tolist()),
-        error={**errors, "objective": float(f"{found.objective:.10g}")},
+        error={**errors, "objective": float(f"{best.objective:.10g}")},
         options=options,
     )
 
@@ -243,10 +243,10 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
 
 def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixture | None:
     """Return f itself if f′ is a step function with at most `count` borders, else None; spare knots do nothing."""
-    found = activation.steps()
-    if found is None or len(found) > count:
+    steps = activation.steps()
+    if steps is None or len(steps) > count:
         return None
-    corners = found.tolist() or [0.0]
+    corners = steps.tolist() or [0.0]
     edge = 1 + max(map(abs, corners))
     ends = np.array([corners[0] - 1, *corners, corners[-1] + 1])
     middles = activation.derivative((ends[:-1] + ends[1:]) / 2)
@@ -315,13 +315,13 @@ class Primitive:
 
     def _integrands(self, x: Array) -> Array:
         h = self.h(x)
-        found = np.empty((5, *x.shape))  # filled in place: a search calls this thousands of times
+        integrands = np.empty((5, *x.shape))  # filled in place: a search calls this thousands of times
         off = [h - (line.slope * x + line.intercept) for line in (self.left, self.right)]
-        found[0] = np.where(x < 0, *off)
-        np.multiply(x, found[0], out=found[1])
-        np.square(found[0], out=found[2])
-        np.square(off, out=found[3:])
-        return found
+        integrands[0] = np.where(x < 0, *off)
+        np.multiply(x, integrands[0], out=integrands[1])
+        np.square(integrands[0], out=integrands[2])
+        np.square(off, out=integrands[3:])
+        return integrands
 
     def _tail(self, line: Asymptote, side: int) -> float:
         x = side * REACH * np.array([1.0, 2.0])
@@ -442,17 +442,17 @@ def search(
     problem: Primitive, activation: Activation, count: int, restarts: int, seed: int, progress: Progress
 ) -> Mixture:
     """Follow every start to the bottom of its valley and return the deepest."""
-    found: list[tuple[float, Array]] = []
+    minima: list[tuple[float, Array]] = []
     spaced = [*_spaced(activation, count)]
     for i in range(len(spaced) + restarts):
         restart = np.random.default_rng([seed, i - len(spaced)]) if i >= len(spaced) else None
         bottom = _descend(problem, spaced[i] if restart is None else _anneal(problem, count, restart))
         if bottom is not None:
-            found.append(bottom)
+            minima.append(bottom)
         progress((i + 1) / (len(spaced) + restarts))
-    least = min(value for value, _ in found)
+    least = min(value for value, _ in minima)
     # mirror images differ by rounding, and always the same one wins
-    equal = [knots for value, knots in found if value <= least + TIE * abs(least)]
+    equal = [knots for value, knots in minima if value <= least + TIE * abs(least)]
     knots = min(equal, key=lambda knots: [round(knot, 3) for knot in knots.tolist()])
     knots = newton(lambda c: problem(c)[1], knots, np.ones(count, dtype=bool), np.empty(0))
     knots = np.round(knots, DIGITS)  # so that the way to them, which differs from CPU to CPU, is not seen
@@ -505,9 +505,9 @@ def _descend(problem: Primitive, start: Array) -> tuple[float, Array] | None:
         return (value, gradient @ moves(z)) if value >= 0 else (OUTSIDE, np.zeros_like(z))  # all digits cancel
 
     def hessian(z: Array) -> Array:
-        found = moves(z).T @ problem.hessian(knots_of(z)) @ moves(z)
-        found[np.diag_indices(count)] += np.append(0.0, function(z)[1][1:])
-        return np.asarray(found)
+        matrix = moves(z).T @ problem.hessian(knots_of(z)) @ moves(z)
+        matrix[np.diag_indices(count)] += np.append(0.0, function(z)[1][1:])
+        return np.asarray(matrix)
 
     if np.min(np.diff(start)) <= 0:
         start = start + np.arange(count) * 1e-3

@@ -115,8 +115,8 @@ def _supremum(function: Callable[[Array], Array], cells: tuple[Array, Array], in
         left, right = limits[cell]
         for _ in range(8):  # each pass narrows the bracket 32-fold: 64 points, the two cells round the best
             grid = np.linspace(left, right, 65)
-            found = np.abs(function(grid))
-            i = int(found.argmax())
-            best = max(best, float(found[i]))
+            sizes = np.abs(function(grid))
+            i = int(sizes.argmax())
+            best = max(best, float(sizes[i]))
             left, right = grid[max(i - 1, 0)], grid[min(i + 1, 64)]
     return best

@@ -49,10 +49,10 @@ def _orthonormal(rows: Array) -> tuple[Array, Array]:
 
 def _solved(upper: Array, right: Array) -> Array:
     """Return the solution of a triangular system, from its last row upwards."""
-    found = np.zeros_like(right)
+    solved = np.zeros_like(right)
     for j in reversed(range(len(right))):
-        found[j] = (right[j] - (upper[j, j + 1 :] * found[j + 1 :]).sum()) / upper[j, j]
-    return found
+        solved[j] = (right[j] - (upper[j, j + 1 :] * solved[j + 1 :]).sum()) / upper[j, j]
+    return solved
 
 
 def least_squares(rows: Array, values: Array) -> Array:
@@ -101,10 +101,10 @@ def minimax(
     chosen = np.unique([*even, *(cosine * (len(t) - 1)).astype(int), int(np.argmax(high - low))])
     q: Array = np.zeros(b + 1)
     q[0] = 1.0 if below[0, 0] > 0 else -1.0
-    one = _product(below, q)
-    if not np.all(one):  # the powers are of too many sizes for float64
+    divisor = _product(below, q)
+    if not np.all(divisor):  # the powers are of too many sizes for float64
         return math.inf, None
-    p = least_squares(above / one[:, None], (low + high) / 2)
+    p = least_squares(above / divisor[:, None], (low + high) / 2)
     best: tuple[float, Array, Array] = (math.inf, p, q)
     for _ in range(EXCHANGES):
         p, q, reached = _corrected(above[chosen], below[chosen], low[chosen], high[chosen], p, q)

@@ -42,12 +42,12 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
         best[1:, i] = candidates[rows, last[1:, i]]
     if ends is not None:
         last[-1, n] = np.argmin(best[-2, :n] + about(sums[:, n, None] - sums[:, :n], ends[1]))
-    found = np.empty(levels - 1, dtype=np.intp)
+    cells = np.empty(levels - 1, dtype=np.intp)
     i = n
     for k in range(levels - 1, 0, -1):
         i = last[k, i]
-        found[k - 1] = i
-    borders: Array = moments.grid[found]
+        cells[k - 1] = i
+    borders: Array = moments.grid[cells]
     return borders
 
 

@@ -85,10 +85,10 @@ class Weight:
         if not 0 < share <= 1 or not (0 < tail_share <= 1 or match[3] is None):
             raise UsageError(f"{name}: expected shares above 0 and up to 1, got {share!r} and {tail_share!r}")
         try:
-            found = histogram.parsed(match[2])
+            first = histogram.parsed(match[2])
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
-        return [(share, found), *([(tail_share, Weight(match[4]))] if match[4] else [])]
+        return [(share, first), *([(tail_share, Weight(match[4]))] if match[4] else [])]
 
     @cached_property
     def _density(self) -> _Density | None:
@@ -159,8 +159,8 @@ class Weight:
         """
         if self._parts:
             return np.unique(np.concatenate([part.breakpoints(low, high) for _, part in self._parts]))
-        found = switch_points(self._expr, low, high)
+        points = switch_points(self._expr, low, high)
         if self._density is not None:
             marks = self._density.marks(high - low + abs(self._density.centre))
-            found = np.union1d(found, marks[(low < marks) & (marks < high)])
-        return found
+            points = np.union1d(points, marks[(low < marks) & (marks < high)])
+        return points

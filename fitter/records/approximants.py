@@ -45,8 +45,8 @@ class Radical:
     def __post_init__(self) -> None:
         for what, allowed in (("side", (-1, 0, 1)), ("sign", (-1, 1))):
             if getattr(self, what) not in allowed:
-                told = ", ".join(map(str, allowed))
-                raise UsageError(f"{what}: expected an integer, one of {told}, got {getattr(self, what)!r}")
+                expected = ", ".join(map(str, allowed))
+                raise UsageError(f"{what}: expected an integer, one of {expected}, got {getattr(self, what)!r}")
         if not 1 <= self.order <= MOST_ORDER:
             raise UsageError(f"order: expected an integer from 1 to {MOST_ORDER}, got {self.order!r}")
 

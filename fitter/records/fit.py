@@ -231,7 +231,7 @@ class InvertedFit(Fit):
                 raise UsageError(
                     f"approximants.{dtype}: expected 1 to {2**self.bits} approximants, got {len(approximants)}"
                 )
-            if len({(getattr(one, "anchor", None), one.approximates) for one in approximants}) > 1:
+            if len({(getattr(each, "anchor", None), each.approximates) for each in approximants}) > 1:
                 raise UsageError(
                     f"approximants.{dtype}: expected quotients, "
                     "or approximants of one anchor that approximate the same"
@@ -240,10 +240,10 @@ class InvertedFit(Fit):
             check_increasing(f"borders.{dtype}", borders)
             for what in ("error", "floor"):
                 stated = getattr(self, what)[dtype]
-                found = max(getattr(approximant, what) for approximant in approximants)
-                if stated != found:
+                worst = max(getattr(approximant, what) for approximant in approximants)
+                if stated != worst:
                     raise UsageError(
-                        f"{what}.{dtype}: expected that of the worst approximant, {found!r}, got {stated!r}"
+                        f"{what}.{dtype}: expected that of the worst approximant, {worst!r}, got {stated!r}"
                     )
 
     @property

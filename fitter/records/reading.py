@@ -76,7 +76,7 @@ def _learned(value: object, what: str) -> Learned:
     record = mapping(value, what)
     check_keys(what, record, ("expression", "learned", "name"))
     numbers: tuple[Number, ...] = read_as(tuple[Number, ...], record["learned"], f"{what}.learned", {})
-    given = {one.name: (one.start, one.channel) for one in numbers}
+    given = {number.name: (number.start, number.channel) for number in numbers}
     named = partial(Learned.of, numbers=given)
     return _formula(record, what, LEARNED, named, partial(Learned, None, numbers=numbers))
 

@@ -107,16 +107,16 @@ def read(kind: Any, value: object, what: str, readers: Mapping[Any, Callable[[ob
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            told = "numbers" if of[0] is float else "objects"
-            raise UsageError(f"{what}: expected a list of {told}, got {quote(value)}")
+            expected = "numbers" if of[0] is float else "objects"
+            raise UsageError(f"{what}: expected a list of {expected}, got {quote(value)}")
         return tuple(read(of[0], item, f"{what}[{i}]", readers) for i, item in enumerate(value))
     if origin is Mapping:
-        found = mapping(value, what)
-        return {key: read(of[1], item, f"{what}.{label(key)}", readers) for key, item in found.items()}
+        entries = mapping(value, what)
+        return {key: read(of[1], item, f"{what}.{label(key)}", readers) for key, item in entries.items()}
     if type(None) in of:
         return None if value is None else read(of[0], value, what, readers)
     if of:
-        tags = {tag: one for one in of for tag in get_args(HINTS[one]["kind"])}
+        tags = {tag: option for option in of for tag in get_args(HINTS[option]["kind"])}
         if (tag := text(mapping(value, what).get("kind"), f"{what}.kind")) not in tags:
             raise UsageError(f"{what}.kind: expected one of {', '.join(tags)}, got {quote(tag)}")
         kind = tags[tag]

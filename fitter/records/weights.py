@@ -106,8 +106,8 @@ def _short(number: float) -> float:
 def _quantiles(edges: Sequence[float], counts: Sequence[int], extremes: tuple[float, float]) -> tuple[float, ...]:
     """Return the quantiles of 0.1 % and 99.9 %: as if numbers were spread evenly over a cell."""
     sums = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
-    found = np.interp(np.array([0.001, 0.999]) * sums[-1], sums, edges)
-    return tuple(_short(quantile) for quantile in np.clip(found, *extremes).tolist())
+    quantiles = np.interp(np.array([0.001, 0.999]) * sums[-1], sums, edges)
+    return tuple(_short(quantile) for quantile in np.clip(quantiles, *extremes).tolist())
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class Calibration:
         if not self.sites:
             raise UsageError("sites: expected at least one activation, got none")
         paths: set[str] = set()
-        for i, one in enumerate(self.sites):
-            if one.path in paths:
-                raise UsageError(f"sites[{i}].path: {quote(one.path)} appears twice")
-            paths.add(one.path)
+        for i, site in enumerate(self.sites):
+            if site.path in paths:
+                raise UsageError(f"sites[{i}].path: {quote(site.path)} appears twice")
+            paths.add(site.path)
 
     def weight(self, path: str | None = None) -> Weight:
         """Return the weight of a site; without a path, that of the only one.
@@ -142,17 +142,17 @@ class Calibration:
             UsageError: there is no such site, or several.
 
         """
-        paths = [quote(one.path, 40) for one in self.sites]
+        paths = [quote(site.path, 40) for site in self.sites]
         if path is None and len(paths) > 1:
             raise UsageError(f"it has {len(paths)} sites, choose one: {few(paths)}")
-        for one in self.sites:
-            if path in (None, one.path):
-                return one.weight
+        for site in self.sites:
+            if path in (None, site.path):
+                return site.weight
         raise UsageError(f"it has no site {quote(path)}: there are {few(paths)}")
 
     def to_json(self) -> str:
         """Return the calibration's file: the same numbers give the same bytes."""
-        sites = [vars(one) | {"weight": one.weight.text} for one in self.sites]
+        sites = [vars(site) | {"weight": site.weight.text} for site in self.sites]
         record = {"schema": WEIGHTS.schema, "sites": sites}
         return json.dumps(record, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
@@ -161,9 +161,9 @@ class Calibration:
         rows: list[tuple[str, ...]] = [
             ("site", "activation", "count", "mean", "deviation", "0.1 %", "99.9 %", "least", "largest")
         ]
-        for one in self.sites:
-            stated = (one.mean, one.deviation, *one.quantiles, one.least, one.largest)
-            rows.append((one.path, one.activation, f"{one.count:,}", *(f"{number:.4g}" for number in stated)))
+        for site in self.sites:
+            stated = (site.mean, site.deviation, *site.quantiles, site.least, site.largest)
+            rows.append((site.path, site.activation, f"{site.count:,}", *(f"{number:.4g}" for number in stated)))
         return "\n".join([*columns(rows, "<<>>>>>>>"), *(f"note: {note}" for note in self.notes)])
 
 

@@ -68,12 +68,12 @@ class Norm(Kernel):
             gradient, value = (rows[part].to(scale.dtype) for rows in (gradients, normalised))
             if self.centred:  # PyTorch's own backward for normalised rows, with mean 0 and σ 1
                 zero, ones = torch.zeros_like(inverses[part]), torch.ones_like(inverses[part])
-                dx_one, *_ = torch.ops.aten.native_layer_norm_backward(
+                dx_part, *_ = torch.ops.aten.native_layer_norm_backward(
                     gradient, value, value.shape[1:], zero, ones, None, None, [True, False, False]
                 )
             else:
-                dx_one = torch.addcmul(gradient, value, (gradient * value).mean(1, keepdim=True), value=-1)
-            torch.mul(dx_one, inverses[part], out=results[part])
+                dx_part = torch.addcmul(gradient, value, (gradient * value).mean(1, keepdim=True), value=-1)
+            torch.mul(dx_part, inverses[part], out=results[part])
         return dx, None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:

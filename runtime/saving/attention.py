@@ -206,7 +206,7 @@ class AttentionCall:
         return self._run(tensors)[0].detach()
 
     def run(self, *tensors: Tensor | None) -> Tensor:
-        """Return the output once more, and keep what its gradients need until the pass ends."""
+        """Return the output once more, and hold what its gradients need until the pass ends."""
         output, inputs = self._run(tensors)
         if after_backward(self):
             self._made = output, inputs
@@ -223,7 +223,7 @@ class AttentionCall:
         return self._gradients(self._called(tensors), tensors, grad, create_graph=True)
 
     def release(self) -> None:
-        """Free what was kept for them."""
+        """Free what is held for them."""
         self._made = None
 
     def _gradients(

@@ -70,8 +70,8 @@ def named(home: str, names: str) -> set[Function]:
 
     A mode sees some operators, such as `1 - x`, in what PyTorch has wrapped around them, and others without.
     """
-    found = [getattr(_HOMES[home], name) for name in names.split() if hasattr(_HOMES[home], name)]
-    return {*found, *map(inspect.unwrap, found)}
+    functions = [getattr(_HOMES[home], name) for name in names.split() if hasattr(_HOMES[home], name)]
+    return {*functions, *map(inspect.unwrap, functions)}
 
 
 CHEAP_FUNCTIONS = frozenset().union(*(named(home, names) for home, names in CHEAP.items()))

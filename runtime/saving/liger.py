@@ -61,9 +61,9 @@ def compute_before_overwriting(node: Any, recompute: Recompute) -> None:
 
 def _before(recompute: Recompute, _: Any) -> None:
     computed = recompute.alive()
-    if computed is not None and computed.kept is None:
+    if computed is not None and computed.value is None:
         with quietly():
-            computed.kept = computed.made()
+            computed.value = computed.made()
     for operand in recompute.operands:
         if isinstance(operand.mark, _Saved):
             operand.mark.stored_ref = None

@@ -334,20 +334,20 @@ class Computed(Made):
 
     Attributes:
         guard: counts changes of the tensor in place; None before it was saved.
-        kept: the tensor, if it could not be computed any more.
+        value: the tensor, if it could not be computed any more.
 
     """
 
     readers = 0
     sources: Sequence[Stored | Computed]
     guard: Tensor | None = None
-    kept: Tensor | None = None
+    value: Tensor | None = None
 
     def __init__(self, recompute: Recompute, sources: Sequence[Stored | Computed]) -> None:
         self.recompute, self.sources, self.first = recompute, sources, next_call() - 1
 
     def _make(self) -> Tensor:
-        return self.recompute.run(self.sources) if self.kept is None else self.kept
+        return self.recompute.run(self.sources) if self.value is None else self.value
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""

@@ -64,7 +64,7 @@ def check_model(kind: str, sizes: Iterable[str]) -> None:
     """Raise UsageError if transformers has no such model type, or its configuration no such size."""
     if known := model_types():
         if kind not in known:
-            checkpoint = "/" in kind or any(kind.startswith(f"{one}-") for one in known)
+            checkpoint = "/" in kind or any(kind.startswith(f"{prefix}-") for prefix in known)
             hint = "; that of a checkpoint is in its config.json" * checkpoint
             close = "" if "/" in kind else near(kind, [*known])
             raise UsageError(f"transformers has no model type {quote(kind)}{close}{hint}")

@@ -99,7 +99,7 @@ def plan(
         front: whether to find the least time for other memories, too.
 
     Returns:
-        The plan, which prints, draws (`plot`), applies to a model (`apply`), and can be kept (`save`).
+        The plan, which prints, draws (`plot`), applies to a model (`apply`), and is written to a file (`save`).
 
     Raises:
         UsageError: an argument is not valid, or the model cannot be run.
@@ -328,8 +328,8 @@ class Planner:
             for k in range(FRONT):
                 answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)), self.host)
                 if answer is not None:
-                    found = point("plan", answer, error, of)
-                    line += [found] if not line or found.seconds < line[-1].seconds else []
+                    answered = point("plan", answer, error, of)
+                    line += [answered] if not line or answered.seconds < line[-1].seconds else []
             points += line
         return tuple(points)
 
@@ -340,9 +340,9 @@ class Planner:
         allowed, hosts = ERRORS[: ERRORS.index(error) + 1], dict.fromkeys((0, self.host))
         answered: Answered | None = None
         for problem in (Problem(self.costs, some, host) for some in allowed for host in hosts):
-            found = self._within(problem, room)
-            if found is not None and (answered is None or _quicker(found[1], answered[1])):
-                answered = found  # a larger error and memory of the host have to pay
+            within = self._within(problem, room)
+            if within is not None and (answered is None or _quicker(within[1], answered[1])):
+                answered = within  # a larger error and memory of the host have to pay
         problems = [Problem(self.costs, error, host) for host in hosts]  # memory in flight may leave no room
         if answered is None:
             frugal = [self._done(problem, problem.frugal()) for problem in problems]
@@ -381,9 +381,9 @@ class Planner:
         return problem.groups(answer), step(self.subject, self.device, self.costs.runs, taken, whole)
 
 
-def _quicker(one: StepCost, other: StepCost) -> bool:
+def _quicker(candidate: StepCost, other: StepCost) -> bool:
     """Whether a step is quicker than another by what it is worth to change a model."""
-    return one.work.seconds < other.work.seconds * (1 - WORTH)
+    return candidate.work.seconds < other.work.seconds * (1 - WORTH)
 
 
 class Problem:
@@ -420,8 +420,8 @@ class Problem:
         for segment, policies in zip(self.costs.segments, self.policies, strict=True):
             chosen = []
             for _ in range(segment.count):
-                goes = policy in policies and bool(segment.paths) and block % n == 0
-                chosen.append(policies.index(policy) if goes else 0)
+                applies = policy in policies and bool(segment.paths) and block % n == 0
+                chosen.append(policies.index(policy) if applies else 0)
                 block += bool(segment.paths)
             answer.append(chosen)
         return answer
