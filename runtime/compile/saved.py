@@ -24,6 +24,7 @@ STEEP = (
     *(aten.log.default, aten.log2.default, aten.log10.default, aten.sqrt.default, aten.rsqrt.default),
     *(aten.reciprocal.default, aten.acos.default, aten.acosh.default, aten.asin.default, aten.atanh.default),
     *(aten.sin.default, aten.cos.default, aten.tan.default),  # an error of half a per cent may be a period
+    *(aten.remainder.Scalar, aten.fmod.Scalar, aten.lgamma.default, aten.digamma.default),
 )
 SOFTMAX = "of a softmax"
 
@@ -217,11 +218,11 @@ class _Graph:
         return Reader("activation") if is_pointwise(node) and not linear else None
 
     def _made(self, base: fx.Node) -> Reader | None:
-        """Return the reader of what attention makes, or the maximum of a softmax."""
+        """Return the reader of what attention makes, or a softmax, or its maximum."""
         source = base.all_input_nodes[0] if base.target is operator.getitem else base
         if _attends(source):
             return Reader("attention") if base.args[1] == 0 else Reader("", "attention's statistics")
-        if any(_maximises(base_of(source)) for source in base.all_input_nodes):
+        if _is_softmax(base) or any(_maximises(base_of(source)) for source in base.all_input_nodes):
             return Reader("", SOFTMAX)
         return Reader("attention") if self._is_batched(base) else None
 
@@ -246,6 +247,14 @@ def _is_steep(node: fx.Node, passing: Collection[fx.Node], size: int) -> bool:
 
 def _maximises(node: fx.Node) -> bool:
     return node.target in MAXIMA or (node.op == "call_function" and "softmax" in schema_name(node.target))
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    """Return whether a node is a quotient by the sum of what is divided, perhaps cast."""
+    while node.target is CAST or is_view(node):
+        node = node.all_input_nodes[0]
+    total: Any = node.args[1] if node.target is aten.div.Tensor else None
+    return isinstance(total, fx.Node) and total.target is aten.sum.dim_IntList and total.args[0] is node.args[0]
 
 
 def _loss(returned: Sequence[fx.Node]) -> set[fx.Node]:

@@ -237,7 +237,8 @@ class Capture(TorchFunctionMode):
             recompute = self._cast(tensor, mark)
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
-        if recompute is not None and recompute.version == version and not mark.has(version):
+        usable = recompute is not None and recompute.version == version and not mark.has(version)
+        if recompute is not None and usable and self.is_near_enough(recompute):
             computed = recompute.store(self.store)
             if self._changed is not None:
                 protect(self._changed)
@@ -302,6 +303,10 @@ class Capture(TorchFunctionMode):
                 stored.replace(computed)
                 for leaf in leaves:
                     leaf.stays = True
+
+    def is_near_enough(self, recompute: Recompute) -> bool:
+        """Return whether a tensor may be recomputed so for the call that saves it."""
+        return True
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor may be computed from others in place of what is stored of it."""

@@ -166,13 +166,10 @@ class Quantising(Capture):
         stored: Stored | Reading | None = None
         mark: Mark | None = None if tensor.is_complex() else mark_of(tensor.untyped_storage())
         if mark is not None and mark.is_inside(self.hooks):
-            least = self._sharp if self.current and kind_of(*self.current) == "attention" else 0
-            known = mark.alive(version_of_saved(tensor))
+            known, least = mark.alive(version_of_saved(tensor)), self._least()
             stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)
             if stored is not None:
                 stored.readers += 1
-            elif tensor.requires_grad and _bits_of(mark.recompute) < least:
-                stored = self.store(tensor, mark, not tensor.is_leaf)
         if stored is None:
             stored = super().pack(tensor)
         return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
@@ -181,6 +178,15 @@ class Quantising(Capture):
         """Store a tensor as `Capture` does, or quantised."""
         stored = self._quantised(tensor, mark) if grows else None
         return stored or super().added(tensor, mark, grows)
+
+    def _least(self) -> int:
+        """Return in how few bits the call that saves a tensor may read it, or what it is recomputed from."""
+        return self._sharp if self.current and kind_of(*self.current) == "attention" else 0
+
+    def is_near_enough(self, recompute: Recompute) -> bool:
+        """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
+        leaves = [leaf for leaf in recompute.leaves() if type(leaf) is Quantised] if self._least() else []
+        return all(leaf.bits >= self._sharp for leaf in leaves)
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor is stored in no more bits than what it would be computed from."""
@@ -258,9 +264,3 @@ def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
         return True
     size = weight[0].numel()
     return storage_id(weight[0]) != storage_id(tensor) and not tensor.numel() == size != x.numel()
-
-
-def _bits_of(recompute: Recompute | None) -> int:
-    """Return in how few bits what a tensor is recomputed from is stored."""
-    leaves = () if recompute is None else recompute.leaves()
-    return min((leaf.bits for leaf in leaves if type(leaf) is Quantised), default=SHARP)

@@ -103,7 +103,7 @@ def scaled() -> nn.Module:
 
 
 SCORED = {"bmm: attention 8", "clone: attention 8", "addmm: activation 4"}
-ALL_OF_IT = SCORED | {"div: attention 8", "bitwise_not: mask 1", "add: linear 4", "addmm: saved by the loss"}
+ALL_OF_IT = SCORED | {"div: of a softmax", "bitwise_not: mask 1", "add: linear 4", "addmm: saved by the loss"}
 SHARP = {"addmm: norm 8", "_scaled_dot_product_flash_attention_for_cpu: attention 8"}
 SCALED = {"mean: linear 4", "addmm: a statistic", "mul: linear 4"}
 STEEP = {"addmm: of a logarithm, root or sine"}
@@ -118,6 +118,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
     "statistic": (scaled, (32, 512, 8, 8), 1.0, SCALED),
     "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x) + F.gelu(x)), (128, 256), 0.9, STEEP),
     "log": (lambda: Gelu(act=lambda x: (x * x + 0.01).log()), (128, 256), 0.9, STEEP),
+    "remainder": (lambda: Gelu(act=lambda x: torch.remainder(5 * x, 1) * x), (128, 256), 0.9, STEEP),
     "swiglu": (SwiGLU, (128, 256), 0.9, {"mm: activation 4", "mm: gate 4"}),
 }
 
