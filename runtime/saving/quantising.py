@@ -13,6 +13,7 @@ from fitact.base import UsageError
 from fitact.runtime.torch_internals import (
     GROUPED_MM,
     base_of,
+    graph_stays,
     mark_of,
     next_call,
     storage_id,
@@ -172,7 +173,19 @@ class Quantising(Capture):
                 stored.readers += 1
         if stored is None:
             stored = super().pack(tensor)
+        if self.current is None:  # a function of the user's may ask for what it saved several times
+            (stored.computed if isinstance(stored, Reading) else stored).pin()
         return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
+
+    @staticmethod
+    def unpack(saved: Stored | Reading) -> Tensor:
+        """Return what autograd saved, and free the codes that nothing will decode any more."""
+        tensor = Capture.unpack(saved)
+        if not graph_stays() and not torch.is_grad_enabled():
+            read = saved if isinstance(saved, Reading) else saved.instead
+            if isinstance(read, Reading):
+                read.computed.free()
+        return tensor
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised."""
