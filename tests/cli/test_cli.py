@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,7 @@ from fitact.fitter.numerics import Weight
 from fitact.fitter.records import read
 from tests.conftest import ROOT, Command
 from tests.support.commands import FITS, MODEL, files, put, record, tree
-from tests.support.refusals import within
 from tests.support.rows import full
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder; a command that takes for ever fails its test, and does not hold up the run."""
-    monkeypatch.chdir(tmp_path)
-    with within(240):
-        yield
 
 
 def cells(line: str) -> list[str]:
@@ -41,7 +32,7 @@ DTYPES = ["bfloat16", "float16", "float32"]
 FLOORS = [f"floor {dtype}" for dtype in DTYPES]
 # name → the options, the table's head, and its row or the beginning of it
 SHIPPED = {
-    "gelu_fewbit3": ("--fn gelu --bits 3", STEPS, ["3", "0.01189827"]),  # L of the published 3-bit GELU
+    "gelu_fewbit3": ("--fn gelu --bits 3", STEPS, ["3", "0.01189827", "0.1090792"]),  # L of the published one
     "gelu_relumix2": ("--fn gelu --bits 2 --method relumix", STEPS, ["2", "0.009506935"]),
     "silu_inverted1": ("--fn silu --method inverted", ["bits", *DTYPES, *FLOORS], ["1"]),
     "tanh_output": (
@@ -69,7 +60,8 @@ def test_as_it_ships(name: str, command: Command) -> None:
     assert command("codegen") == (0, f"wrote generated/__init__.py\nwrote {module}\n", "")
     assert module.read_bytes() == (ROOT / module).read_bytes()
     assert command("plot") == (0, f"wrote {name}.png\n", "")
-    assert command(f"show {fit}") == (0, "\n".join(table) + "\n", "")
+    shutil.copy(fit, "again.json")
+    assert command(f"show {fit} again.json") == (0, "\n".join([*table, table[1]]) + "\n", "")
     before = tree()
     assert command(f"fit {options}")[0] == command("codegen --check")[0] == command("plot")[0] == 0
     assert command("codegen") == (0, "generated: nothing to do, 1 modules are up to date\n", "")
@@ -81,7 +73,6 @@ def test_as_it_ships(name: str, command: Command) -> None:
 MAKES: dict[str, dict[str, Any] | list[str]] = {
     "--fn relu --bits 1 --domain -10 10 --weight uniform": {"name": "relu_fewbit1"},
     "--fn relu --bits 1 --method fewbit --seed 7": {"name": "relu_fewbit1", "options": {"cells": 4000, "seed": 7}},
-    "--fn tanh --bits 1 -o here.json": ["here.json"],
     "--fn tanh --bits 1 --name mine --output a/b/here.json": ["a/b/here.json"],
     "--fn x*sigmoid(2*x) --bits 2 --domain -3 4.5 --weight 'normal(0, 2)' --name mine": {
         "name": "mine",
@@ -102,8 +93,6 @@ MAKES: dict[str, dict[str, Any] | list[str]] = {
         "domain": (-2.0, 2.0),
         "options": {"family": "rational", "tol": 1e-3},
     },
-    "--method inverted --fn relu6": {"name": "relu6_inverted2", "bits": 2},
-    "--method inverted --fn elu --param alpha=0.5 --name elu05": {"name": "elu05", "bits": 1},
     "--method relumix --fn tanh --bits 2 --objective derivative --restarts 2 --seed 7 --name mine": {
         "even": False,
         "options": {"objective": "derivative", "restarts": 2, "seed": 7},
@@ -209,18 +198,15 @@ ONE = "generated/one.py"
 # what was done, the file that the difference shows, a line of it, whether codegen puts it right
 DRIFTS: dict[str, tuple[Callable[[], object], str, str, bool]] = {
     "edited": (lambda: edit(ONE, b"    0.25,\n", b"    0.375,\n"), "one.py", "+        0.25,", True),
-    "last newline": (lambda: put(ONE, Path(ONE).read_text()[:-1]), "one.py", "", True),
     "line ends": (lambda: edit(ONE, b"\n", b"\r\n"), "one.py", "", True),
     "emptied": (lambda: put(ONE), "one.py", "+import torch as _torch", True),
     "removed": (lambda: Path("generated/two.py").unlink(), "two.py", "", True),
     "package edited": (lambda: put("generated/__init__.py"), "__init__.py", "", True),
-    "package removed": (lambda: Path("generated/__init__.py").unlink(), "__init__.py", "", True),
     "orphan": (lambda: shutil.copy(ONE, "generated/three.py"), "three.py", "", True),
     "foreign": (lambda: put("generated/three.py", "import os\n"), "three.py", "", False),
     "empty": (lambda: put("generated/three.py"), "three.py", "", False),
     "fit edited": (lambda: edit("generated/fits/one.json", b"0.25", b"0.125"), "one.py", "+        0.125,", True),
     "fit added": (lambda: put(FITS / "three.json", record("three")), "three.py", "", True),
-    "fit removed": (lambda: (FITS / "two.json").unlink(), "two.py", "", True),
     "fit renamed": (lambda: edit("generated/fits/two.json", b'"two"', b'"three"'), "three.py", "", True),
 }
 
@@ -379,13 +365,3 @@ def test_show(thing: str, command: Command) -> None:
         head, _, words = shown.partition(": ")
         there = any(line.strip().startswith(head) and words in line for line in out.splitlines())
         assert there or shown in out, shown
-
-
-def test_show_fits_side_by_side(command: Command) -> None:
-    assert command("fit --fn tanh --bits 1 --bits 2")[0] == 0
-    _, out, _ = command("show generated/fits/tanh_fewbit1.json generated/fits/tanh_fewbit2.json")
-    header, one, two = out.splitlines()
-    assert header.split() == STEPS
-    assert one.split()[:3] == ["tanh_fewbit1", "1", "0.1583998"]
-    assert two.split()[:3] == ["tanh_fewbit2", "2", "0.0319104"]
-    assert float(one.split()[3]) == pytest.approx(0.1583998**0.5, rel=1e-6)

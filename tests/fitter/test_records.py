@@ -13,7 +13,7 @@ import pytest
 
 from fitact.fitter.files import FIT
 from fitact.fitter.records import weights
-from fitact.fitter.records.fit import InvertedFit, StepFit
+from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
 from tests.support.gates import recomputed
@@ -67,13 +67,6 @@ def reader(name: str) -> Callable[[str], Any]:
     return weights.from_json if name == "weights" else from_json
 
 
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A text that takes for ever fails its test, and does not hold up the run."""
-    with within(120):
-        yield
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_round_trip(name: str) -> None:
     text = json.dumps(RECORDS[name], indent=2, sort_keys=True) + "\n"
@@ -102,22 +95,20 @@ def entries(record: Any, at: str = "") -> Iterator[tuple[str, Any]]:
             yield from entries(part, f"{at}{key}.")
 
 
+HUGE = (10**400, -(10**400))
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_part_of_another_kind_or_none_is_named(name: str) -> None:
     for path, here in entries(RECORDS[name]):
         names = [part for part in path.split(".") if not part.isdigit()]
         if isinstance(here, dict):
             assert "colour" in refused(reader(name), changed(RECORDS[name], f"{path}.colour", 1)), path
-        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, 10**400, -(10**400)):
-            number = isinstance(here, float) and isinstance(other, float)
+        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, *HUGE):
+            alike = type(other) is type(here) and other not in HUGE
             unnamed = path == "activation.name" and other is None  # the name of a formula that has none
             free = other is GONE and (names[0] == "options" != path or path[-1].isdigit())
-            if (
-                (type(other) is not type(here) or other in (10**400, -(10**400)))
-                and not number
-                and not unnamed
-                and not free
-            ):
+            if not (alike or unnamed or free):
                 assert names[-1] in refused(reader(name), changed(RECORDS[name], path, other)), (path, other)
 
 
@@ -136,13 +127,11 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("schema", "not a fitact fit", "other.thing/1"),
         ("name", "name: expected", *NAMED.split(","), "a" * 81),
         ("method", "method: expected", "Fewbit", "exakt"),
-        ("activation", "activation: expected", {"name": "tanh"}),
         ("activation", "activation", *({"name": None, "expression": text} for text in ("1", "y", "x\n"))),
         ("activation.expression", "activation.expression", "x", "tanh( x)"),
         ("activation.name", "activation.name", "tanhh"),
         ("activation.name", "activation.expression", "gelu"),
         ("activation.parameters", "unknown parameter 'alpha'", {"alpha": 1.0}),
-        ("activation.parameters", "activation.parameters.alpha", {"alpha": "1"}),
         ("bits", "bits: expected", 0, 5, -1),
         ("bits", "borders: expected 7", 3),
         ("domain", "domain: expected", [1], [1, 2, 3]),
@@ -168,13 +157,9 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     ],
     "output": [
         *((key, f"{key}: not a field of a fit of the method output", value) for key, value in UNKNOWN.items()),
-        ("colour", "colour: not a field", "red"),
-        ("method", "bits: missing", "fewbit", "relumix"),
-        ("activation.name", "activation.expression", "sigmoid"),
         ("activation.expression", "activation.expression", "tanh(y)"),
         ("derivative", "derivative", *NO_DERIVATIVE.split(","), "where(x > 0, 1, 0)", "y" * 3000, "(" * 9000),
         ("error.float64", "error: expected", 0.0),
-        ("error.float32", "error.float32 of 'tanh(x)'", -1e-9),
     ],
     "inverted": [
         ("bits", "bits: expected 0, 1, 2, 3 or 4, got 5", 5),
@@ -199,12 +184,10 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         (f"{FIRST}.error", "error.float32: expected that of the worst approximant, 1.0", 1.0),
         (f"{FIRST}.floor", "floor.float32: expected that of the worst approximant, 1.0", 1.0),
         ("error.float32", "error.float32 of 'x*(1 + erf(x/sqrt(2)))/2': expected 0 or more", -1.0),
-        ("floor.float32", "floor.float32: expected that of the worst approximant", 0.0),
     ],
     "published": [
         (f"{FIRST}.kind", "kind: expected one of", "cubic"),
         (f"{FIRST}.kind", "expected approximates, denominator", "quotient"),
-        (f"{FIRST}.kind", "coefficients: expected 5 numbers, got 4", "exponential"),
         (f"{FIRST}.approximates", "expected quotients, or approximants of one anchor", "derivative"),
         (f"{FIRST}.anchor", "anchor: expected a number below 0", 0.5),
         (f"{FIRST}.anchor", "approximants.float32: expected quotients, or approximants of one anchor", -0.5),
@@ -213,20 +196,15 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "gate": [
         ("activation.name", "activation.name: 'silu' is not in this catalog", "silu"),
         ("activation.expression", "activation.expression: 'gelu(g)*u' is not that of", "gelu(g)*u"),
-        ("activation.parameters", "activation", {}),
         ("error", "error: expected , got", {"h_1": 0.0}),
         ("method", "gate_coded is not fitted any more: block codes, of fitact.saving", "gate_coded"),
-        ("method", "derivative: missing", "output"),
     ],
     "own gate": [
         ("activation.expression", "got no factor of u", "silu(g)"),
-        ("activation.expression", "unknown name 'x'", "silu(x)"),
-        ("method", "method: coded is not fitted any more", "coded"),
     ],
     "learned": [
         ("activation.learned", "is not that of 'dyt' in", [], [{"name": "alpha", "start": 0.5, "channel": True}]),
         ("activation.name", "prelu has no learned parameter 'alpha'", "prelu"),
-        ("activation.name", "activation.name: 'gelu' is not in this catalog", "gelu"),
         ("activation.expression", "'alpha*x' is not that of 'dyt' in this catalog", "alpha*x"),
     ],
     "own learned": [
@@ -262,7 +240,8 @@ CHANGES = [
 
 @pytest.mark.parametrize(("name", "path", "message", "value"), CHANGES)
 def test_what_is_wrong_is_named(name: str, path: str, message: str, value: object) -> None:
-    assert message in refused(reader(name), changed(RECORDS[name], path, value))
+    with within(120):
+        assert message in refused(reader(name), changed(RECORDS[name], path, value))
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028", "\ud800", "k" * 100_000, ""])
@@ -300,7 +279,8 @@ def test_file_and_field_are_named(part: str, content: str | bytes | None, tmp_pa
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     for reads in (read, weights.read_weights) if part in [*BAD_FILES][:5] else (read,):
-        message = refused(reads, path)
+        with within(120):
+            message = refused(reads, path)
         assert message.startswith(f"{path}: ") and part in message and message.count(str(path)) == 1
 
 
@@ -320,9 +300,3 @@ def test_levels_of_a_step_function(record: dict[str, Any]) -> None:
     assert fit(np.array([np.nan, np.inf, -np.inf])).tolist() == [first, last, last if fit.even else first]
     if not fit.even:
         assert fit(np.array([0.0, -0.0])).tolist() == [0.75, 0.75]
-
-
-def test_codes_of_an_inverted_fit() -> None:
-    fit = read(FITS / "gelu_inverted2.json")
-    assert isinstance(fit, InvertedFit)
-    assert fit.code(np.array([-np.inf, np.nan, np.inf]), "bfloat16").tolist() == [0, 0, 3]
