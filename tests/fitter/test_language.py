@@ -7,7 +7,6 @@ import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import constant, x
 from fitact.fitter.expr.evaluate import evaluate
@@ -18,14 +17,6 @@ from tests.support.reals import MP, real
 from tests.support.refusals import refused, within
 from tests.support.rows import listed
 
-
-@pytest.fixture(autouse=True)
-def _no_hang():
-    """A text that takes for ever fails its test, and does not hold up the run."""
-    with within(120):
-        yield
-
-
 # beside the literature: every operator and function, and how texts are read
 PLAIN = listed("""
 x   +x   -x**2   2**3**2*x   1 - 2 - x   x/2/3   0.1*x   1e-3*x + .5   (1 + x**2)**-3   1/(1 + x**2)
@@ -35,7 +26,7 @@ min(x, 1)   max(min(x, 2), -3)   max(x, x**2/4 - 1)   where(x < 1, x, 2*x - 1)  
 where(x > 0, x, 1.6732632423543772*expm1(x))   silu(x)   exp(-x**2/2)   where(x**2 >= 2, exp(-x**2), x)   erf(x)
 log(1 + x**2)
 """)
-# No identity of `rewrite` covers these, and the check in floating point says so.
+# No identity of `rewrite` covers these, and the check in floating point says so: test_values.py.
 REPORTED = ("soft_clipping", "colu", "soft_root_sign")
 FORMULAS = [*((one.name, one.text) for one in LITERATURE if one.name not in REPORTED), *((t, t) for t in PLAIN)]
 FAR = np.geomspace(2e-3, 1e4, 33)
@@ -58,18 +49,6 @@ def test_value_and_derivative(name, text):
                 assert abs(found - true) <= 1e-12 * scale + CANCELS.get(name, 1e-37), (order, point, found)
 
 
-@pytest.mark.parametrize("entry", [one for one in LITERATURE if one.name in REPORTED])
-def test_what_floating_point_fails_on_is_reported(entry):
-    assert "write it" in (problem(Activation.of(entry.text)) or "")
-
-
-def test_the_table_adds_to_the_catalog():
-    names = [entry.name for entry in LITERATURE]
-    assert len(names) == len(set(names)) >= 40
-    assert set(names) & set(CATALOG) == {"serf", "snake", "squareplus"}  # here as one types them
-    assert not {one.text for one in LITERATURE} & {one.filled(one.expression, {}) for one in CATALOG.values()}
-
-
 @pytest.mark.parametrize("name", CATALOG)
 def test_catalog_is_finite_everywhere(name):
     at = np.array([-1e38, -1e15, -745.0, -88.0, 0.0, 88.0, 710.0, 1e15, 1e38])
@@ -88,7 +67,8 @@ SINGLE = """
 0: sign(x) = 0   log(x) = -inf   1/x = inf   sqrt(1/x) = inf
 5: x**0 = 1   1 - 1 + 0*x = 0
 -1: log(x) = nan   sqrt(x) = nan   x**0.5 = nan   (x**3)**(1/3) = nan
-1000: exp(x) = inf
+1000: exp(x) = inf   expm1(x) = inf   sinh(x) = inf   cosh(x) = inf
+-1e300: exp(x) = 0   expm1(x) = -1   sinh(x) = -inf   cosh(x) = inf
 8: sqrt(2/x) = 0.5   sqrt(-2/x) = nan
 -8: sqrt(2/x) = nan   sqrt(-2/x) = 0.5
 -3: sqrt(-3*x**5) = 27
@@ -245,5 +225,6 @@ TEXTS += [
 
 @pytest.mark.parametrize(("read", "text", "reason"), TEXTS, ids=[ascii(text[:40]) for _, text, _ in TEXTS])
 def test_refusal(read, text, reason):
-    message = refused(read, text)
+    with within(120):
+        message = refused(read, text)
     assert reason in message and ("activation" in message or read is parse)

@@ -210,7 +210,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "own learned": [
         ("activation.learned", "expected 1 to 8 learned parameters, got 0", []),
         ("activation.learned.1.name", "two learned parameters have one name", "a"),
-        ("activation.learned.0.start", "expected a start that float32 holds", 1e300),
+        ("activation.learned.0.start", "expected a start that float32 holds", 1e300, 1e-300),
         ("activation.expression", "the learned parameter b is used nowhere", "a*x"),
     ],
     "weights": [
