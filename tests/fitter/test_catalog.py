@@ -1,5 +1,7 @@
 """The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -93,3 +95,5 @@ def test_every_activation_ships() -> None:
     for name in set(CATALOG) - {"identity", "snake"}:
         fitact.activation(name, method="output" if name == "exp" else "fewbit")
     assert "no activation 'exp_fewbit3' is shipped" in refused(fitact.activation, "exp")
+    for name, bits in product(("Gelu", "Silu"), (1, 2, 3, 4)):
+        assert type(fitact.activation(name.lower(), bits=bits)).__name__ == f"{name}Fewbit{bits}"
