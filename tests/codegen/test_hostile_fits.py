@@ -117,21 +117,16 @@ BODY = "@_rt.jit\ndef _value(x):\n"
 # a place in the generated module, and what is put there
 INTRUDERS = [
     ("import torch as _torch\n", "import torch as _torch, os\n"),
-    ("import torch as _torch\n", "import torch as _torch\nimport os\n"),
     *(
         ("\n\n_KEY =", f"\n\n{line}\n\n\n_KEY =")
-        for line in (CALL, "print(1)", "owned = 1", "with _torch.no_grad():\n    pass")
+        for line in ("import os", CALL, "owned = 1", "with _torch.no_grad(): x")
     ),
     ('__all__ = ["', f'__all__ = [{CALL}, "'),
     (BODY, "@_rt.jit\n@open\ndef value(x):\n"),
     (BODY, "@jit\ndef _value(x=eval):\n"),
-    *(
-        (BODY, f"{BODY}    {line}\n")
-        for line in (
-            *(CALL, f"u0 = {CALL}", "import os", "u0 = x.__class__", "u0 = (lambda: x)()", "u0 = [x for x in x]"),
-            *("(u0 := x)", "return x", ")", "\0"),
-        )
-    ),
+    *((BODY, f"{BODY}    {line}\n") for line in (CALL, f"u0 = {CALL}", "import os", "u0 = x.__class__")),
+    *((BODY, f"{BODY}    {line}\n") for line in ("u0 = (lambda: x)()", "u0 = [x for x in x]", "(u0 := x)")),
+    *((BODY, f"{BODY}    {line}\n") for line in ("return x", ")", "\0")),
 ]
 
 
