@@ -3,13 +3,11 @@
 While a case is read, nothing may be opened, executed, started or connected to.
 """
 
-import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr import FUNCTIONS
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 from tests.fuzz import checks
-from tests.fuzz.grammar import FITS, RAW, written
+from tests.support.commands import record
 from tests.support.refusals import within
 from tests.support.rows import listed
 
@@ -42,7 +40,7 @@ def _audited() -> None:
     """Import all that is imported on first use, then watch."""
     for text in (WARM, *CATALOG):
         checks.check_text(text)
-    checks.check_json(FITS[0])
+    checks.check_json(record("warm"))
     sys.addaudithook(audit)
 
 
@@ -109,12 +107,10 @@ x.__class__.__mro__  ().__class__.__base__.__subclasses__()  f'{canary()}'  x # 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text(text):
-    """By itself, and as the weight and as the activation of a fit."""
+    """By itself, as a weight, and as the activation of a fit."""
     check(text)
-    if len(text) <= MAX_LENGTH:
-        for field in ({"weight": text}, {"activation": {"name": None, "expression": text}}):
-            with watched():
-                checks.check_json(replaced(**field))
+    with watched():
+        checks.check_json(record("hostile", activation={"name": None, "expression": text}))
 
 
 @pytest.mark.parametrize("text", PROGRAMS)
@@ -128,29 +124,3 @@ def test_programs_are_refused_and_not_run(text):
 def test_the_watch_sees(act):
     with pytest.raises(AssertionError), watched():
         act()
-
-
-RECORD = next(record for record in map(json.loads, FITS) if record["name"] == "gelu_fewbit1")
-
-
-def replaced(**fields: object) -> str:
-    return written({**RECORD, **fields})
-
-
-# What each field of a record is replaced by; made when it is tested, as much of it is large.
-VALUES: dict[str, Callable[[], object]] = {
-    "megabyte of numbers": lambda: [0.5] * 200_000,
-    "megabyte of text": lambda: "x" * 1_000_000,
-    "megabyte of fields": lambda: {str(i): i for i in range(80_000)},
-    "long integer": lambda: RAW + "9" * 4300,
-    "too long an integer": lambda: RAW + "9" * 4301,
-    "long fraction": lambda: RAW + "0." + "3" * 900_000,
-    **{number: partial(str.__add__, RAW, number) for number in ("NaN", "Infinity", "-Infinity")},
-}
-
-
-@pytest.mark.parametrize("name", RECORD)
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_hostile_field(value, name):
-    with watched():
-        checks.check_json(replaced(**{name: value()}))

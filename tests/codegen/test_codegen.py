@@ -235,10 +235,10 @@ def test_what_is_shared_is_printed_once():
     assert code.result.count("u58") == 2
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["from fitact.runtime import composed", "runtime.register_gate(None)", "runtime.register_learned(None)"],
-)
+OLD = ["from fitact.runtime import composed", "runtime.register_gate(None)", "runtime.register_learned(None)"]
+
+
+@pytest.mark.parametrize("line", OLD)
 def test_files_of_an_older_fitact_say_what_to_do(line):
     with pytest.raises(ImportError, match=re.escape(runtime.GENERATE_AGAIN)):
         exec(line, {"runtime": runtime})

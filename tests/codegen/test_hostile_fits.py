@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,17 +85,6 @@ def test_every_text_of_every_record(name):
 
 # Printable ASCII without quotes, # and backslashes is accepted where a text is nothing but text.
 HARMLESS = sum(t.isascii() and t.isprintable() and not {*"\"'\\#"} & {*t} and 0 < len(t) <= 200 for t in HOSTILE)
-
-
-@pytest.mark.parametrize("option", ["", "--standalone", "--hub"])
-@pytest.mark.parametrize("text", HOSTILE[:4])
-@pytest.mark.parametrize("name", ["gelu_regelu2_published", "gelu_inverted_published"])
-def test_what_is_refused_leaves_nothing_behind(name, text, option, command):
-    Path("hostile.json").write_text(changed(RECORDS[name], "options.source", text))
-    status, _, error = command(f"codegen hostile.json --out out {option}")
-    assert status == 2
-    assert "options.source" in error
-    assert [path.name for path in Path().iterdir()] == ["hostile.json"]
 
 
 def test_what_reading_let_pass_is_not_admitted_to_a_template():

@@ -41,18 +41,9 @@ def check_enclosure(expr, low: np.ndarray, high: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
-def test_atoms_are_enclosed_and_tight(atom) -> None:
-    low, high = boxes(1)
-    check_enclosure(atom(x), low, high)
-    check_enclosure(atom(1 - x**2), low, high)
-    if atom not in (atoms.sign, atoms.tan):
-        at = np.array([-2.3, -0.7, 0.4, 1.9])
-        bottom, top = enclose(atom(x), at, at)
-        assert np.nan_to_num(top - bottom) == pytest.approx(0, abs=1e-13)
-
-
-@pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
-def test_values_are_those_of_the_definition(atom) -> None:
+def test_values_are_those_of_the_definition_and_enclosed(atom) -> None:
+    check_enclosure(atom(x), *boxes(1))
+    check_enclosure(atom(1 - x**2), *boxes(1))
     rng = np.random.default_rng(2)
     at = np.concatenate([rng.normal(size=60) * 10.0 ** rng.integers(-8, 3, 60), [0.0, -40.0, 26.5, 700.0]])
     defined = real(f"{atom.__name__}(x)")
@@ -67,7 +58,7 @@ def test_values_are_those_of_the_definition(atom) -> None:
             if isinstance(true, MP.mpc) or not MP.isfinite(true):
                 continue
             assert abs(MP.mpf(value(atom(x), point)._mpf_) - true) <= MP.mpf("1e-50") * abs(true)
-            assert bottom[i] <= true <= top[i]
+            assert bottom[i] <= true <= top[i] and (top[i] - bottom[i]) <= 1e-14 * abs(true) + 1e-300
             if abs(true) < 1e300 and not (atom is atoms.tan and abs(point) > 100):
                 # SciPy's erfc rounds u² before it takes exp(−u²)
                 roundings = 44 + (point**2 if atom is atoms.erfc else 0)
@@ -85,24 +76,6 @@ def test_random_formulas_are_enclosed() -> None:
             check_enclosure(expr, *boxes(done, 20))
             done += 1
     assert done == 60
-
-
-def test_enclosures_at_special_places() -> None:
-    def one(text: str, low: float, high: float) -> tuple[float, float]:
-        bottom, top = exact.enclose(parse(text), low, high)
-        return float(bottom), float(top)
-
-    assert one("sin(x)", 1, 2)[1] == 1 and one("cos(x)", 3, 4)[0] == -1
-    assert one("tan(x)", 1, 2) == (-math.inf, math.inf)
-    assert one("1/x", -1, 1) == (-math.inf, math.inf)
-    assert one("1/x**2", -1, 2)[0] == pytest.approx(0.25) and one("1/x**2", -1, 2)[1] == math.inf
-    assert one("x**2", -1, 2)[0] == 0
-    assert math.isnan(one("log(x)", -2, -1)[0]) and math.isnan(one("sqrt(x)", -2, -1)[0])
-    assert one("log(x)", -1, 1)[0] == -math.inf
-    assert one("where(x > 0, 1, -1)", -1, 1) == (-1, 1) and one("where(x > 0, 1, -1)", 1, 2) == (1, 1)
-    assert one("relu(x)*exp(x)", -3, -1) == (0, 0)
-    low, high = one("x*exp(x)", -1.7e308, 1.7e308)
-    assert low < -0.37 and high == math.inf
 
 
 HALF = math.sqrt(math.log(2)) / 1e5

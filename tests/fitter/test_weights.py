@@ -144,20 +144,6 @@ def test_a_coarse_histogram_has_the_datas_distribution(density: Any) -> None:
     assert found.masses[0] < 1e-3 * sum(found.masses)  # the tails have cells of their own
 
 
-@pytest.mark.parametrize(("count", "cells"), [(1, 1), (8, 4), (1000, 20), (262_144, 128), (10_000_000, 128)])
-def test_few_numbers_make_few_cells(count: int, cells: int) -> None:
-    counts = np.full(4000, count // 4000) + (np.arange(4000) < count % 4000)
-    found = of_counts(np.linspace(0, 1, 4001), counts.tolist())
-    assert min(cells, 4) // 2 <= len(found.masses) <= 2 * cells + 1
-    assert sum(found.masses) == count
-
-
-def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
-    found = of_counts(*fine(np.concatenate([np.zeros(3000), np.random.default_rng(0).normal(0, 1, 7000)]), 1e-3))
-    i = found.edges.index(0.0)
-    assert found.edges[i + 1] == pytest.approx(1e-3) and 3000 <= found.masses[i] < 3010
-
-
 @pytest.mark.parametrize("light", [1, 100, 3000])
 @pytest.mark.parametrize("values", [1, 2, 16, 60, 64, 65, 110, 128, 500])
 def test_discrete_values_are_not_too_many(values: int, light: int) -> None:

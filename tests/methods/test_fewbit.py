@@ -272,16 +272,12 @@ def test_even_needs_a_symmetric_derivative_and_domain(name, domain, weight, even
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_weight_that_is_not_symmetric_counts_on_both_sides(bits):
-    """An error of a function of |x| counts w(x) + w(-x); no step function of x is better."""
+    """An error of a function of |x| counts w(x) + w(-x)."""
     one, folded = (fitted("tanh", bits, DOMAIN, weight) for weight in ("exp(x/4)", "(exp(x/4) + exp(-x/4))/2"))
     assert one.even
     np.testing.assert_allclose(one.borders, folded.borders, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(one.levels, folded.levels, rtol=1e-6, atol=1e-6)
     assert one.error["objective"] == pytest.approx(folded.error["objective"], rel=1e-8)
-    rng = np.random.default_rng(bits)
-    for _ in range(5):
-        start = np.sort(rng.uniform(-4, 4, 2**bits - 1))
-        assert polish("tanh", start, (), DOMAIN, "exp(x/4)", rough=True)[0] > one.error["objective"]
 
 
 def test_a_step_function_of_x_is_taken_where_it_is_better():

@@ -73,16 +73,12 @@ def test_stated(text: str, derivative: str | None, corners: tuple[float, ...]) -
 
 
 REFUSED = [
-    ("gelu", None, "no closed form of its derivative in the output is known; state one"),
     ("asinh(x)", None, "no closed form of its derivative in the output is known; state one"),
     ("asinh(x)", "1/cosh(y) + 1e-9", "its derivative is not that function of the output: at x = "),
-    ("silu", "y*(1 - y)", "its derivative is not that function of the output"),
     ("x**2", "2*sqrt(y)", "its derivative is not that function of the output: at x = -"),
     ("asinh(x)", "1/cosh(x)", "unknown name 'x'"),
-    ("asinh(x)", "1/cosh(y", "not a formula"),
     ("asinh(x)", "1e39*y", "1e+39, which float32 cannot hold"),
     ("exp(-exp(-x))", "-y*log(y)", "gives nan"),
-    ("1e39*tanh(x)", "1 - y**2", "constant 1e+39"),
 ]
 
 
