@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
-import fitact.cli.tables
 from fitact.base.files import PREFIX
 from fitact.cli import main
 from tests.conftest import ROOT
@@ -49,7 +49,7 @@ def prepared(folder: Path) -> Path:
 def run(
     command: str, folder: Path, stop: tuple[float, int] = (0, 0), largest: int | None = None
 ) -> tuple[int, str]:
-    """Run a command; return its status and errors. After some seconds a signal may stop it, or a limit of bytes."""
+    """Return the status and errors of a command that a signal stops after some seconds, or a limit of bytes."""
     limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest, largest)) if largest else None
     # without files of bytecode: Python itself may leave one half-written
     arguments = [sys.executable, "-B", "-m", "fitact", *COMMANDS[command]]
@@ -90,7 +90,7 @@ def test_no_room(command: str, tmp_path: Path) -> None:
     assert run(command, tmp_path) == (0, "")
 
 
-def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """Of files that are there already, each is the old one or the new one, and none is half-written."""
     monkeypatch.chdir(prepared(tmp_path))
     replace, replaced = os.replace, []
@@ -103,20 +103,10 @@ def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "replace", stop)
     assert main(["codegen"]) == 130
+    assert capfd.readouterr() == ("", "\nfitact: interrupted\n")  # a terminal shows ^C in the line before
     made = [path for path in tree(tmp_path) if path.endswith(".py")]
     assert len(made) == 1 and len(replaced) == 2
     monkeypatch.undo()
-
-
-def test_one_line_where_it_is_raised(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a program that calls the command line itself."""
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fitact.cli.tables, "catalog", stop)
-    assert main(["show"]) == 130
-    assert capfd.readouterr() == ("", "\nfitact: interrupted\n")  # a terminal shows ^C in the line before
 
 
 def test_while_it_is_imported() -> None:

@@ -177,21 +177,14 @@ folder, backend, *names = sys.argv[1:]
 sys.path.insert(0, folder)
 for name in names:
     module = importlib.import_module(name)
-    function = getattr(module, name)
-    weight = torch.randn(5000, 4)
-
-    def model(x):
-        return function(2 * x) @ weight
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for size in (3, 2):
-        x = torch.randn(size, 5000, requires_grad=True)
-        expected, found = (one(x) for one in (model, compiled))
-        torch.testing.assert_close(found, expected)
-        a, b = (torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, found))
-        torch.testing.assert_close(a, b)
-    exported = torch.export.export(getattr(module, module.__all__[0])(), (torch.linspace(-5, 5, 99),))
+    layer = getattr(module, module.__all__[0])()
+    model = torch.nn.Sequential(torch.nn.Linear(9, 5000), layer, torch.nn.Linear(5000, 4))
+    x = torch.randn(3, 9)
+    expected, found = (run(x) for run in (model, torch.compile(model, fullgraph=True, backend=backend)))
+    torch.testing.assert_close(found, expected)
+    a, b = (torch.autograd.grad(y.square().sum(), [*model.parameters()]) for y in (expected, found))
+    torch.testing.assert_close(a, b)
+    exported = torch.export.export(layer, (torch.linspace(-5, 5, 99),))
     torch.export.save(exported, f"{folder}/{name}.pt2")
 print("compiled", len(names))
 """

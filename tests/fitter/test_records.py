@@ -16,25 +16,15 @@ from fitact.fitter.records import weights
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
+from tests.support.commands import record
 from tests.support.gates import recomputed
 from tests.support.learned import CASES
 from tests.support.refusals import GONE, changed, refused, within
 
 FITS = ROOT / "generated" / "fits"
-STEP: dict[str, Any] = {
-    "schema": FIT.schema,
-    "name": "tanh_fewbit2",
-    "method": "fewbit",
-    "activation": {"name": "tanh", "expression": "tanh(x)"},
-    "bits": 2,
-    "domain": [-10.0, 10.0],
-    "weight": "normal(0, 2)",
-    "even": True,
-    "borders": [0.25, 0.75, 1.5],
-    "levels": [1.0, 0.75, 0.25, -0.0625],
-    "error": {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 1e-30},
-    "options": {"cells": 4000, "seed": 0},
-}
+LEVELS = {"bits": 2, "even": True, "borders": [0.25, 0.75, 1.5], "levels": [1.0, 0.75, 0.25, -0.0625]}
+OPTIONS = {"cells": 4000, "seed": 0}
+STEP = json.loads(record("tanh_fewbit2", weight="normal(0, 2)", options=OPTIONS, **LEVELS))
 SITE: dict[str, Any] = {
     "path": "act",
     "activation": "gelu",
@@ -237,8 +227,8 @@ def test_what_is_wrong_is_named(name: str, path: str, message: str, value: objec
 
 @pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028", "\ud800", "k" * 100_000, ""])
 def test_hostile_keys(key: str) -> None:
-    for record in (STEP, *(STEP | {place: STEP[place] | {key: [None]}} for place in ("activation", "error"))):
-        refused(from_json, json.dumps(record | {key: [None]}))
+    for wrong in (STEP, *(STEP | {place: STEP[place] | {key: [None]}} for place in ("activation", "error"))):
+        refused(from_json, json.dumps(wrong | {key: [None]}))
     refused(from_json, f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}")
 
 
@@ -278,13 +268,13 @@ def test_file_and_field_are_named(part: str, content: str | bytes | None, tmp_pa
 PLAIN = STEP | {"even": False, "borders": [-1.5, 0.0, 0.75]}
 
 
-@pytest.mark.parametrize("record", [STEP, PLAIN], ids=["even", "plain"])
-def test_levels_of_a_step_function(record: dict[str, Any]) -> None:
+@pytest.mark.parametrize("step", [STEP, PLAIN], ids=["even", "plain"])
+def test_levels_of_a_step_function(step: dict[str, Any]) -> None:
     """A border belongs to the level below; NaN gets the first level."""
-    fit = from_json(json.dumps(record))
+    fit = from_json(json.dumps(step))
     assert isinstance(fit, StepFit)
-    first, *_, last = levels = record["levels"]
-    for i, border in enumerate(record["borders"]):
+    first, *_, last = levels = step["levels"]
+    for i, border in enumerate(step["borders"]):
         x = np.array([math.nextafter(border, -math.inf), border, math.nextafter(border, math.inf)])
         for side in (1, -1) if fit.even else (1,):
             assert fit(side * x).tolist() == [levels[i], levels[i], levels[i + 1]]

@@ -43,7 +43,6 @@ CHECKS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], None], f
     "formula": (grammar.formula, checks.check_formula, 5),
     "gate": (grammar.gate, checks.check_gate, 1),
     "text": (grammar.text, checks.check_text, 4),
-    "fit": (grammar.fit, checks.check_json, 3),
     "command": (grammar.command, checks.check_command, 2),
 }
 

@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -192,29 +191,6 @@ def test_a_mixture_states_the_errors_of_its_numbers(name, objective):
     mixture = relumix.fit(Activation.of(name), 2, "a_fit", objective=objective)
     expected = stated_errors(name, mixture) | {"objective": mixture.error["objective"]}
     assert mixture.error == pytest.approx({**expected, "rms": expected["rms"]}, rel=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("name", "weight", "bits"),
-    [
-        *cases((name, "uniform", bits) for name in SMOOTH for bits in BITS),
-        *full(
-            product(("gelu", "selu", "hardswish", "tanh"), ("normal(0,1)", "exp(x/4)"), BITS),
-            lambda row: row[2] == 3,
-        ),
-    ],
-)
-def test_borders_are_where_the_derivative_is_midway(name, weight, bits):
-    """Few-Bit, eq. 5. On a jump the midpoint of the two levels lies inside the jump."""
-    a_fit = fitted(name, bits, DOMAIN, weight)
-    derivative, borders, levels = ORACLES[name].derivative, np.array(a_fit.borders), np.array(a_fit.levels)
-    middle = (levels[1:] + levels[:-1]) / 2
-    jumps = np.array([*ORACLES[name].jumps, np.inf])
-    on_jump = np.abs(borders[:, None] - jumps).min(axis=1) < 1e-6
-    assert derivative(borders[~on_jump]) == pytest.approx(middle[~on_jump], rel=0, abs=1e-6)
-    for border, mid in zip(borders[on_jump], middle[on_jump], strict=True):
-        low, high = sorted(derivative(np.array([border - 1e-5, border + 1e-5])))
-        assert low - 1e-4 <= mid <= high + 1e-4
 
 
 NARROW = {"normal(3,0.01)": (3, 0.005), "normal(0.0012,0.0001)": (0.0012, 5e-5)}  # where they are, and how wide
