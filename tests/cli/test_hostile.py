@@ -63,13 +63,6 @@ def check(text: str) -> Activation | None:
         return checks.check_text(text)
 
 
-def balanced(parts: list[str], operator: str) -> str:
-    """Join formulas by an operator, nested as little as possible."""
-    while len(parts) > 1:
-        parts = [f"({operator.join(parts[i : i + 2])})" for i in range(0, len(parts), 2)]
-    return parts[0]
-
-
 DEEP = MAX_DEPTH - 2
 UNARY = [name for name, (arguments, _) in FUNCTIONS.items() if arguments == 1]
 HOSTILE = {
@@ -82,12 +75,7 @@ HOSTILE = {
     **{f"nested {name} and x": f"x*{name}(" * (DEEP // 2) + "x" + ")" * (DEEP // 2) for name in UNARY},
     "nested where": "where(x > 0, x, " * DEEP + "x*x" + ")" * DEEP,
     "nested quotients": "x/(1 + " * 28 + "x" + ")" * 28,
-    "sum of 500": balanced(["x", "1"] * 250, "+"),
-    "sum of powers": balanced([f"x**{i}" for i in range(200)], "+"),
-    "powers of numbers": balanced(["1.1**70*0.9**70"] * 90, "*") + "*x",
     "where that doubles": "where(x > 1, A, -A)".replace("A", "where(x > 2, exp(x)*tanh(x), 2*exp(x)*tanh(x))"),
-    "squares that double": "(" * 9 + "x + 1" + ")" * 9 + "".join(f"*(x + {i})" for i in range(50)),
-    "long hexadecimal": "0x" + "f" * (MAX_LENGTH - 2),
     "hidden imaginary of x": "sqrt(-1 - x**2)",
     "long integer": "9" * MAX_LENGTH,
     "root of a long number": "(" + "9" * 299 + ")**(1/7)*x",

@@ -20,7 +20,7 @@ import pytest
 from fitact.base.files import PREFIX
 from fitact.cli import main
 from tests.conftest import ROOT
-from tests.support.commands import tree
+from tests.support.commands import put, tree
 
 COMMANDS = {
     "fit": ["fit", "--fn", "tanh", "--bits", "1", "--bits", "2"],
@@ -109,21 +109,10 @@ def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
 
 
-def test_while_it_is_imported() -> None:
+def test_while_it_is_imported(tmp_path: Path) -> None:
     """Ctrl-C before the command line is there."""
-    code = """
-import builtins, os, signal, sys
-own = builtins.__import__
-def load(name, *others):
-    if name == "click":
-        os.kill(os.getpid(), signal.SIGINT)
-    return own(name, *others)
-builtins.__import__ = load
-from fitact.__main__ import main
-sys.exit(main())
-"""
-    done = subprocess.run([sys.executable, "-c", code, "show"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fitact: interrupted\n")
+    put(tmp_path / "click.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    assert run("codegen", tmp_path) == (130, "fitact: interrupted\n")
 
 
 def test_the_entry_is_that_of_the_package() -> None:

@@ -52,9 +52,7 @@ fit -> --fn
 fit --fn tanh --bits 1 extra -> extra
 fit --fn "__import__('os')" --bits 3 --name a -> unexpected character
 fit --fn tanh --bits 1 --bits 9 -> is not in the range 0<=x<=4
-fit --fn tanh --bits 1 --name a --seed -1 -> --seed
 fit --fn tanh --method inverted --name a --tol nan -> expected a finite number
-fit --fn tanh --bits 1 --name a --domain 1 -> --domain
 fit --fn gelu --bits 1 --name a --weight weights.json -> it has 2 sites, choose one: '0', '1'
 fit --fn gelu --bits 1 --name a --weight none#1 -> weight 'none#1'
 fit --fn tanh --bits 1 --weight normal -> --name is required for --weight
@@ -117,7 +115,6 @@ memory --hf bert --set hidden_size=100 -> bert: cannot be built: ValueError: The
 memory --hf bert --seq 513 -> bert: seq 513 does not fit, the model has positions for 512
 memory --hf wav2vec2 -> fitact does not know its inputs, input_values
 memory leaves:tiny -> leaves: cannot be imported: SystemExit: 4
-calibrate -> CALL
 calibrate my_models:nothing -> expected a model and its inputs, or a model and several batches
 """
 # The same of jobs that fail; status 1.

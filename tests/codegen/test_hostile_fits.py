@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -14,6 +13,7 @@ from fitact.codegen import bundle, safety
 from fitact.codegen.dialects import Code
 from fitact.codegen.generate import render
 from fitact.fitter.records.reading import from_json
+from tests.fitter.test_records import entries
 from tests.support import gates, learned
 from tests.support.refusals import changed
 
@@ -42,14 +42,6 @@ HOSTILE = (
 )
 
 
-def texts(record: Any, at: str = "") -> Iterator[str]:
-    for key, part in record.items() if isinstance(record, dict) else enumerate(record):
-        if isinstance(part, str):
-            yield f"{at}{key}"
-        elif isinstance(part, dict | list):
-            yield from texts(part, f"{at}{key}.")
-
-
 def structure(text: str) -> str:
     """Return the syntax tree of a module without its docstring, its key and the namespace of its ops."""
     tree = ast.parse(re.sub("(?m)^__ops__ = .*", "", text))
@@ -66,7 +58,7 @@ def test_every_text_of_every_record(name):
     """Importing what is generated runs none of it, in the package and in standalone folders."""
     record = RECORDS[name]
     clean = from_json(json.dumps(record))
-    paths = list(texts(record))
+    paths = [path for path, part in entries(record) if isinstance(part, str)]
     assert {"name", "activation.expression"} <= {*paths}
     accepted = 0
     for path in paths:

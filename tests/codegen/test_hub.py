@@ -99,38 +99,14 @@ def test_a_layer_stands_in_for_a_module_and_uses_its_parameters(name: str, hub: 
             layer.forward(own, x)
 
 
-LOADED = """
-import sys
-from pathlib import Path
-import torch
-from kernels import get_local_kernel
-from kernels._rust import Build, Metadata
-
-for path in map(Path, sys.argv[1:]):
-    assert [str(backend) for backend in Build.open(path).general.backends] == ["cpu", "cuda", "rocm"]
-    metadata = Metadata.from_bytes((path / "torch-ext" / "metadata.json").read_bytes())
-    assert str(metadata.name) == path.name
-    kernel = get_local_kernel(path / "torch-ext")
-    assert kernel.__name__ == kernel.runtime.kernels.ops.NAMESPACE == metadata.id
-    x = torch.randn(99, requires_grad=True)
-    y = torch.compile(getattr(kernel.layers, kernel.__all__[0])(), fullgraph=True, backend="aot_eager")(x)
-    y.sum().backward()
-    print(metadata.name.python_name, y.shape == x.grad.shape)
-assert "fitact" not in sys.modules
-"""
-
-
-def test_kernels_loads_them(hub: Path) -> None:
-    pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
-    paths = [hub / name.replace("_", "-") for name in NAMES]
-    assert python(LOADED, *paths, folder=hub) == "".join(f"{name} True\n" for name in NAMES)
-
-
 KERNELIZED = """
 import copy, sys
 from pathlib import Path
 import torch
-from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from kernels import (
+    LocalLayerRepository, Mode, get_local_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+)
+from kernels._rust import Build, Metadata
 from transformers.activations import GELUActivation
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 from fitact.runtime.measure.saved import count_saved
@@ -144,10 +120,15 @@ for model, layer, name, kernel, most in (
     (mlp, "SwiGLUMLP", "SwigluRecompute", "swiglu-recompute", 1e-6),
     (activated, "GeLU", "GeluFewbit3", "gelu-fewbit3", 0.2),
 ):
-    other = copy.deepcopy(model)
-    repository = LocalLayerRepository(Path(sys.argv[1]) / kernel / "torch-ext", layer_name=name)
+    folder, other = Path(sys.argv[1]) / kernel, copy.deepcopy(model)
+    assert [str(backend) for backend in Build.open(folder).general.backends] == ["cpu", "cuda", "rocm"]
+    metadata = Metadata.from_bytes((folder / "torch-ext" / "metadata.json").read_bytes())
+    loaded = get_local_kernel(folder / "torch-ext")
+    assert loaded.__name__ == loaded.runtime.kernels.ops.NAMESPACE == metadata.id and str(metadata.name) == kernel
+    repository = LocalLayerRepository(folder / "torch-ext", layer_name=name)
     with use_kernel_mapping({layer: {"cpu": {Mode.TRAINING: repository}}}, inherit_mapping=False):
         kernelize(other, mode=Mode.TRAINING, use_fallback=False)
+    torch.compile(other, fullgraph=True, backend="aot_eager")(x)
     found = []
     for each in (model, other):
         with count_saved(each) as saved:
@@ -160,8 +141,8 @@ for model, layer, name, kernel, most in (
 """
 
 
-def test_modules_of_transformers_are_kernelized(hub: Path) -> None:
-    """GELU and the MLP of LLaMA: the same values, fewer bytes saved."""
+def test_kernels_loads_them_for_modules_of_transformers(hub: Path) -> None:
+    """GELU and the MLP of LLaMA, also compiled: the same values, fewer bytes saved."""
     pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
     pytest.importorskip("transformers")
     python(KERNELIZED, hub, folder=hub, warnings="ignore")

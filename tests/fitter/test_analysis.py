@@ -148,16 +148,12 @@ WINDOWS = sorted(edge + 2 * math.pi * k / 3 for k in range(-50, 50) for edge in 
 @pytest.mark.parametrize(
     ("text", "domain", "directions", "turns", "roots"),
     [
-        ("exp(-x**2)", None, [1, -1], [0], [(0, 1)]),
         ("x**3 - x", None, [1, -1, 1], [-(3**-0.5), 3**-0.5], [(-(3**-0.5), 1), (3**-0.5, 1)]),
         ("x + sin(x)**2", (-20, 20), [1], [], [((k - 0.25) * math.pi, 2) for k in range(-6, 7)]),
         ("x + 2*sin(x)", (-30, 30), None, [at for at in sorted(TWO_SINES) if abs(at) < 30], None),
         ("where(x > 0, x + 1, x)", None, [1], [], []),
         ("where(x > 0, x - 1, x)", None, [1, 1], [0], []),
-        ("where(x > 0, -x + 1, -x)", None, [-1, -1], [0], []),
-        ("2*x + 1", None, [1], [], []),
         ("where(x > 0.5, 3, -2)", None, [0, 0], [0.5], []),
-        ("sign(x)", None, [0, 0], [0], []),
         ("abs(x)", None, [-1, 1], [0], []),
         ("where(x > 1, x - 1, where(x < -1, x + 1, 0))", None, [1, 0, 1], [-1, 1], []),
         ("x**5", None, [1], [], [(0, 4)]),
@@ -170,7 +166,6 @@ WINDOWS = sorted(edge + 2 * math.pi * k / 3 for k in range(-50, 50) for edge in 
         ("1/(x - 0.3)", None, [-1, -1], [0.3], []),
         ("tan(x)", (-5, 5), [1] * 5, [(k + 0.5) * math.pi for k in range(-2, 2)], []),
         ("where(sin(3*x) > 0.9999, x, -x)", (-5, 5), None, [at for at in WINDOWS if abs(at) < 5], []),
-        ("(exp(x) - exp(-x))/(exp(x) + exp(-x))", None, [1], [], []),
     ],
 )
 def test_pieces(text, domain, directions, turns, roots) -> None:

@@ -144,20 +144,16 @@ REFUSALS: dict[str, str] = {
     "not a real number below": "exp(exp(exp(100)))   exp(710)*x",
     "log(10)": "exp(1e10*log(10))*x   exp(1000*log(10))*x",
     "number is out of range": "1e301   1e999*x",
-    "1e200": "1e200*1e200*x",
     "a coefficient is out of range: 1e-300 to 1e+300": "x + 1e-301",
     "'exp(-800)' is too small: at least 1e-300": "exp(-800)*x",
     "logcosh(10277/10000)**1000' is too small": "logcosh(-1.0277)**1000 + x",
     "'tan(pi/2)' is not a real number": "tan(pi/2)*x",
     "division by zero": "x/sin(pi)   x/relu(-1)   1/0   x/0.0   1/(x - x)",
     "out of range": "0**-1   (-8)**(1/3)*x",
-    "not a real number": "log(-1)   log(0)*x   log1p(-1)   sqrt(-1)*sqrt(-1)*x",
     "positive base": "(-2)**x   0**x",
     "column 5: unknown": "x + y",
-    "column 3: unknown": "  y",
     "column 8:": "x*(1 + 2**9999)",
     "column 5:": "x + 'a'",
-    "column 6:": "  x +* 2",
 }
 ODD: dict[str, list[str]] = {
     "empty": ["", "   "],
@@ -183,9 +179,6 @@ def test_what_was_read_is_read_again_by_its_own_variable() -> None:
     for text, message in (("y*2", "unknown name 'y'"), (None, "expected text, got None")):
         with pytest.raises(UsageError, match=message):
             parse(text)
-    for what in ("weight", "derivative"):
-        with pytest.raises(UsageError, match=f"{what} 'z'"):
-            parse("z", what=what)
 
 
 # What float32 cannot hold, wherever a module would have it, and other reasons: texts, three spaces apart.
@@ -194,15 +187,10 @@ ACTIVATIONS = {
     "unknown activation": "pi   lambda",
     "does not depend on x": "1 + 1   x - x   0*x   where(1 > 0, 1, x)   x*erfc(1e300)",
     "constant 1e+39": "x*sigmoid(clamp(x, -5, 1e39))   where(x > 0, x, 1e39)   tanh(x) + 1e39   (1e13*x)**3",
-    "constant -1e+39": "where(x < -1e39, 0, x)",
-    "constant 1e+40": "1e20*x*1e20",
     "constant 4.09721e+52": "x*exp(60)*pi*exp(60)",
     "constant 1e-40": "x**2 + 1e-40",
     "constant 1.76440e-381": "max((x/cos(2))**-1000, cos(x))",  # 0 in float64
     "constant 1.41212e+497": "(pi*x)**1000",
-    "constant 1.97007e+434": "(e*x)**1000/exp(680)/exp(315)",  # e**1000 of a product that is e**5
-    "empty": "",
-    "unknown name": "y + 1",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import optimize, special
+from scipy import optimize, special, stats
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import relumix
@@ -44,10 +44,7 @@ SMOOTH = sorted(set(ORACLES) - {"relu"})  # those whose f′ is not a step funct
 
 
 def _normal(mean, deviation):
-    return (
-        lambda x: np.exp(-(((x - mean) / deviation) ** 2) / 2) / (deviation * np.sqrt(2 * np.pi)),
-        tuple(mean + deviation * np.array([-12.0, -6, -3, -1, 0, 1, 3, 6, 12])),
-    )
+    return stats.norm(mean, deviation).pdf, mean + deviation * np.array([-12.0, -6, -3, -1, 0, 1, 3, 6, 12])
 
 
 # weight as the fitter reads it → (w, where its quadrature has to break)
@@ -68,13 +65,9 @@ def cases(rows):
     return full(map(tuple, rows), lambda row: row[0] in QUICK)
 
 
-def text(name):
-    return OWN.get(name, name)
-
-
 @cache
 def fitted(name, bits, domain=DOMAIN, weight="uniform"):
-    return fit(Activation.of(text(name)), bits, "a_fit", domain=domain, weight=Weight(weight))
+    return fit(Activation.of(OWN.get(name, name)), bits, "a_fit", domain=domain, weight=Weight(weight))
 
 
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(24)
@@ -272,10 +265,8 @@ def test_a_step_function_of_x_is_taken_where_it_is_better():
 # with a number are clamps, whose gradient PyTorch passes at the bound too
 STEPS = [
     ("relu", 1, [0, 1], {0: "lower"}),
-    ("where(x > 0, x, 0.01*x)", 1, [0.01, 1], {0: "lower"}),
     ("where(x<0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "upper"}),
     ("where(x<=0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "lower"}),
-    ("max(min(x,1),-1)", 1, [0, 1, 0], {-1: "upper", 1: "lower"}),
     ("max(min(x,1),-1)", 2, [0, 1, 0], {-1: "upper", 1: "lower"}),
     ("min(relu(x), 6)", 2, [0, 1, 0], {0: "lower", 6: "lower"}),
     ("where(abs(x) > 0.5, x, 0)", 1, [1, 0, 1], {-0.5: "upper", 0.5: "lower"}),
@@ -308,19 +299,16 @@ REFUSED = [
     ("gelu", DOMAIN, "where(x > 20, 1, 0)", "weight 'where(x > 20, 1, 0)'"),
     *(("gelu", domain, "uniform", "domain") for domain in ((1.0, 1.0), (2.0, 1.0), (0.0, np.inf), (np.nan, 1.0))),
     ("gelu", (1.0, 1.0000001), "uniform", "domain"),  # narrower than eight float32
-    ("gelu", (1.0, 1.0 + 1e-12), "uniform", "domain"),  # fewer float64 than cells
     ("gelu", (-1e200, 1e200), "uniform", "domain"),  # beyond float32
     *((text, DOMAIN, "uniform", f"'{text}'") for text in ("log(x)", "1/x", "exp(100*x)", "1e30*x**2")),
     # a pole that is not on an even grid
     *((text, (-1.0, 2.7), "uniform", f"'{text}'") for text in ("1/x", "log(abs(x))", "sqrt(abs(x))")),
-    ("sqrt(x)", (0.0, 5.0), "uniform", "'sqrt(x)'"),
     ("abs(x - pi)**0.999", DOMAIN, "uniform", "infinite at x = 3.14159"),  # and its integral is finite
     ("x + abs(x - 1/3)**0.99", DOMAIN, "uniform", "infinite at x = 0.333333"),
     # narrower than what a grid on the domain can see, or than float64 itself
     ("tanh", (-1e30, 1e30), "uniform", "domain: expected numbers of at most 1e+12"),
     # bumps narrower than any cell, which end where they began
     ("exp(-(1e12*(x - 0.1234567))**2)", DOMAIN, "uniform", "is too steep, near x = 0.123457"),
-    ("x + exp(-(1e12*(x - 0.1234567))**2)/1e3", DOMAIN, "uniform", "is too steep, near x = 0.123457"),
     ("tanh(1e16*(x - 0.1234567))", DOMAIN, "uniform", "between x = 0.12"),
 ]
 

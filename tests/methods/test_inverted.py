@@ -67,24 +67,6 @@ def test_half_precision_comes_near_the_floor(name, bits, dtype):
     assert float(f"{floor(keys, true):.4g}") == fit.floor[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_refined_cells_are_as_good_as_any(dtype):
-    """Brute force: GELU's two further borders at every x of the dtype near the minimum."""
-    x = everything(dtype)
-    x = x[(x > -3) & (x < 3)]
-    y, true = cast(CURVES["gelu"].value(x), dtype), CURVES["gelu"].derivative(x)
-
-    middle = CURVES["gelu"].minimum
-    best = 0.0
-    for side in (x < middle, x > middle):
-        near = x[side & (np.abs(x - middle) < 0.06)][:: 1 if dtype == "bfloat16" else 4]
-        halves = [(side & (x <= at), side & (x > at)) for at in near[:-1]]
-        best = max(best, min(max(floor(y[one], true[one]) for one in pair) for pair in halves))
-    found = fitted("gelu", 2).floor[dtype]
-    assert found <= best * 1.001
-    assert found >= best * 0.9
-
-
 def test_hardswish_is_exact_on_its_cells():
     fit = fitted("hardswish")
     assert fit.bits == 2
