@@ -18,7 +18,6 @@ from torch._inductor.utils import run_and_get_code
 
 import fitact
 from benchmarks.compiled import run_graphs
-from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.compile.report import SavedRecord
 from fitact.runtime.saving import blocks
@@ -26,31 +25,22 @@ from fitact.runtime.torch_internals import storage_id
 from tests.support.blocks import Of
 from tests.support.compilers import needs_compiler
 from tests.support.processes import python
+from tests.support.refusals import refused
 
 pytestmark = needs_compiler
 TOKENS = 512
 BYTES = 8.3125 / 8  # of an element in codes of 8 bits
 
 
-class Gelu(nn.Module):
-    def __init__(self, width: int = 256, hidden: int = 1024, act: Callable[[Tensor], Tensor] = F.gelu) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+def Gelu(width: int = 256, hidden: int = 1024, act: Callable[[Tensor], Tensor] = F.gelu) -> nn.Module:
+    parts = {"up": nn.Linear(width, hidden), "down": nn.Linear(hidden, width), "norm": nn.LayerNorm(width)}
+    return Of(lambda m, x: x + m.down(act(m.up(m.norm(x)))), **parts)
 
 
-class SwiGLU(nn.Module):
-    def __init__(self, width: int = 256, hidden: int = 704) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down, self.norm = nn.Linear(hidden, width, bias=False), nn.RMSNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.norm(x)
-        return x + self.down(F.silu(self.gate(z)) * self.up(z))
+def SwiGLU(width: int = 256, hidden: int = 704) -> nn.Module:
+    parts = {name: nn.Linear(width, hidden, bias=False) for name in ("gate", "up")}
+    parts |= {"down": nn.Linear(hidden, width, bias=False), "norm": nn.RMSNorm(width)}
+    return Of(lambda m, x: x + m.down(F.silu(m.gate(z := m.norm(x))) * m.up(z)), **parts)
 
 
 def dropped() -> nn.Module:
@@ -288,14 +278,12 @@ def test_beside_converted_activations() -> None:
     ],
 )
 def test_refuses(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        fitact.compile(nn.Linear(2, 2), **arguments)
-    assert "\n" not in str(caught.value)
+    assert message in refused(fitact.compile, nn.Linear(2, 2), **arguments)
 
 
 def test_report_of_others() -> None:
-    with pytest.raises(UsageError, match=r"compile_report: expected what fitact\.compile returned"):
-        fitact.compile_report(nn.Linear(2, 2))
+    message = refused(fitact.compile_report, nn.Linear(2, 2))
+    assert "compile_report: expected what fitact.compile returned" in message
     assert "no graph was compiled" in str(fitact.compile_options().report)
 
 
