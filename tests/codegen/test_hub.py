@@ -65,6 +65,7 @@ def test_the_module_and_its_layer(name: str, hub: Path) -> None:
     assert all(a.equal(b) for a, b in zip(passes(module, "of_layer"), passes(module, name), strict=True))
 
 
+DYT = {"alpha": 1, "gamma": 8, "beta": 8}  # its parameters, and their sizes
 STANDS_IN: dict[str, Callable[[], nn.Module]] = {
     "dyt_recompute": lambda: built(
         lambda own, x: own.gamma * torch.tanh(own.alpha * x) + own.beta,
@@ -76,7 +77,6 @@ STANDS_IN: dict[str, Callable[[], nn.Module]] = {
         **{f"{key}_proj": nn.Linear(8, 8) for key in ("gate", "up", "down")},
     ),
 }
-DYT = {"alpha": 1, "gamma": 8, "beta": 8}
 
 
 @pytest.mark.parametrize("name", STANDS_IN)
