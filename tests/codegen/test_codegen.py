@@ -17,7 +17,6 @@ import torch
 from scipy import special
 
 from fitact import runtime
-from fitact.base import UsageError
 from fitact.codegen import bundle, dialects, printers
 from fitact.codegen.generate import class_name, generate, plan, render
 from fitact.fitter.analysis import float_check
@@ -26,9 +25,8 @@ from fitact.fitter.expr.atoms import x
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json, read
-from tests.support.generated import made_up
+from tests.support.generated import made_up, run
 from tests.support.package import load
 from tests.support.rows import listed
 from tests.support.values import FLOAT64
@@ -47,7 +45,6 @@ FITS = {
     "where": made_up("where(x > 1, x, 2*x - 1)", bits=2),
     "power": made_up("x**3 - 2*x**2.5", bits=2),
 }
-EACH_FIT = pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -60,7 +57,7 @@ def test_every_shipped_module_has_a_fit():
     assert modules == {path.stem for path in SHIPPED}
 
 
-@EACH_FIT
+@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
 def test_shape_of_the_module(fit):
     """Short, of ASCII, with its docstring and numbers, no imports but PyTorch and the runtime, names private."""
     text = render(fit)
@@ -87,25 +84,20 @@ NAMES = [
     *("value", "x", "y", "n", "F", "KEY", "BORDERS", "Step", "register", "runtime", "range", "print", "none"),
     *("type", "module", "forward", "backward", "fitact", "u0", "t", "exp_full", "quotient", "code_float32"),
     *("X", "Gelu", "a__b_", "myGelu", "borders", "levels", "all", "key", "Tensor", "nn", "triton", "true"),
+    *("find", "launch", "os", "any", "ops"),
 ]
 
 
-@pytest.mark.parametrize("method", ["fewbit", "inverted", "output"])
-def test_any_name_will_do(method, tmp_path, monkeypatch):
-    shipped = {"fewbit": "silu_fewbit3", "inverted": "silu_inverted1", "output": "tanh_output"}[method]
+@pytest.mark.parametrize("shipped", ["silu_fewbit3", "silu_inverted1", "tanh_output"])
+def test_any_name_will_do(shipped, tmp_path):
     record = json.loads((ROOT / "generated" / "fits" / f"{shipped}.json").read_text())
     fits = [from_json(json.dumps(record | {"name": name})) for name in ("plain", *NAMES)]
-    monkeypatch.chdir(tmp_path)
-    generate(plan(fits), Path("made"), prune=False)
-    x = torch.linspace(-9, 9, 3000)
+    generate(plan(fits), tmp_path, prune=False)
     found = []
     for fit in fits:
-        module = load(Path("made", f"{fit.name}.py"), f"any_name_{fit.name}")
-        for call in (getattr(module, fit.name), getattr(module, class_name(fit.name))()):
-            leaf = x.clone().requires_grad_()
-            y = call(leaf)
-            y.sum().backward()
-            found.append((y.detach(), leaf.grad))
+        module = load(tmp_path / f"{fit.name}.py", f"any_name_{fit.name}")
+        calls = getattr(module, fit.name), getattr(module, class_name(fit.name))()
+        found += [run(call, torch.linspace(-9, 9, 3000)) for call in calls]
     assert all(torch.equal(one, first) for pair in found for one, first in zip(pair, found[0], strict=True))
 
 
@@ -125,12 +117,8 @@ def test_lint_and_format(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_key_tells_fits_apart():
-    def key(fit: StepFit) -> str:
-        return next(line for line in render(fit).splitlines() if "key=" in line)
-
-    keys = [key(fit) for fit in FITS.values()] + [key(made_up("gelu", name)) for name in ("a", "b")]
-    assert len(set(keys)) == len(keys)
+def test_the_key_tells_fits_of_one_name_apart():
+    assert len({re.search("key=.*", render(fit))[0] for fit in FITS.values()}) == len(FITS)
 
 
 def test_plan():
@@ -139,8 +127,6 @@ def test_plan():
     (only,) = ast.parse(files["__init__.py"]).body
     assert ast.get_docstring(ast.parse(files["__init__.py"]))
     assert isinstance(only, ast.Expr), "a docstring and nothing else"
-    with pytest.raises(UsageError, match="two fits are called 'a'"):
-        plan([made_up("gelu", "a"), made_up("relu", "a")])
 
 
 def test_a_long_formula_stays_in_one_line_of_the_docstring():
@@ -192,10 +178,7 @@ def evaluated(code, x):
         return np.asarray(eval(code.result, space))
 
 
-EACH_DIALECT = pytest.mark.parametrize("dialect", [dialects.TRITON, dialects.TORCH], ids=["triton", "torch"])
-
-
-@EACH_DIALECT
+@pytest.mark.parametrize("dialect", [dialects.TRITON, dialects.TORCH], ids=["triton", "torch"])
 @pytest.mark.parametrize("text", [*FORMULAS, *LONG.values()], ids=[*FORMULAS, *LONG])
 def test_printers(text, dialect):
     """The printed text has the formula's values; every step is used once it is there, and no line is too long."""
@@ -247,10 +230,10 @@ def test_what_is_shared_is_printed_once():
     assert code.result.count("u58") == 2
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["from fitact.runtime import composed", "runtime.register_gate(None)", "runtime.register_learned(None)"],
-)
+OLD = ["from fitact.runtime import composed", "runtime.register_gate(None)", "runtime.register_learned(None)"]
+
+
+@pytest.mark.parametrize("line", OLD)
 def test_files_of_an_older_fitact_say_what_to_do(line):
     with pytest.raises(ImportError, match=re.escape(runtime.GENERATE_AGAIN)):
         exec(line, {"runtime": runtime})

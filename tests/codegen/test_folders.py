@@ -50,7 +50,6 @@ def test_command_with_a_fit_and_a_folder(two: Command) -> None:
     status, out, err = two("codegen --standalone --out model --check")
     assert status == 1
     assert err == "fitact: model: differs from what its fits generate; run fitact codegen --standalone\n"
-    assert "--- model/one/__init__.py\n+++ model/one/__init__.py (as its fit generates it)\n" in out
     assert out.endswith("--- model/two (no fit generates it)\n")
     assert "train.py" not in out and "data" not in out
     assert two("codegen --standalone --out model") == (0, "wrote model/one\nremoved model/two\n", "")
@@ -106,18 +105,13 @@ def test_the_kinds_leave_each_other_alone(two: Command) -> None:
     assert "all/one: fitact codegen --hub did not generate this folder" in two("codegen --hub --out all")[2]
     assert two("codegen --hub --out hub")[0] == 0
     assert "hub/one: fitact codegen --standalone did not" in two("codegen --standalone --out hub")[2]
-    assert {path: before[path] for path in before} == {path: tree()[path] for path in before}
+    assert before.items() <= tree().items()
     put(FITS / "three.json", record("three"))
     (FITS / "one.json").unlink()
     (FITS / "two.json").unlink()
     expected = "wrote all/three\nremoved all/one\nremoved all/two\n"
     assert two("codegen --standalone --out all")[1] == expected
-    assert {path for path in tree() if path.count("/") == 1 and path[:4] == "all/"} == {
-        "all/__init__.py",
-        "all/one.py",
-        "all/two.py",
-        "all/three",
-    }
+    assert {path.name for path in Path("all").glob("[!_]*")} == {"one.py", "two.py", "three"}
     assert two("codegen --out all")[1] == "wrote all/three.py\nremoved all/one.py\nremoved all/two.py\n"
     assert {path.name for path in Path("hub").iterdir()} == {"one", "two"}
 
@@ -151,11 +145,10 @@ def test_of_a_kernel(command: Command) -> None:
         put(path, "mine")
     before = tree()
     assert command("codegen --hub --check") == (0, "hub: 1 modules are what their fits generate\n", "")
-    put("hub/one-two/build.toml", Path("hub/one-two/build.toml").read_text() + "x = 1\n")
     Path("hub/one-two/torch-ext/metadata.json").unlink()
     status, out, err = command("codegen --hub --check")
     assert status == 1 and err.endswith("run fitact codegen --hub\n")
-    assert "\n-x = 1\n" in out and "--- hub/one-two/torch-ext/metadata.json (missing)\n" in out
+    assert "--- hub/one-two/torch-ext/metadata.json (missing)\n" in out
     assert command("codegen --hub") == (0, "wrote hub/one-two\n", "")
     assert tree() == before
     put("generated/fits/one.json", record("three"))

@@ -3,9 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from fitact.codegen import bundle, safety
 from fitact.codegen.dialects import Code
 from fitact.codegen.generate import render
 from fitact.fitter.records.reading import from_json
+from tests.fitter.test_records import entries
 from tests.support import gates, learned
 from tests.support.refusals import changed
 
@@ -43,14 +42,6 @@ HOSTILE = (
 )
 
 
-def texts(record: Any, at: str = "") -> Iterator[str]:
-    for key, part in record.items() if isinstance(record, dict) else enumerate(record):
-        if isinstance(part, str):
-            yield f"{at}{key}"
-        elif isinstance(part, dict | list):
-            yield from texts(part, f"{at}{key}.")
-
-
 def structure(text: str) -> str:
     """Return the syntax tree of a module without its docstring, its key and the namespace of its ops."""
     tree = ast.parse(re.sub("(?m)^__ops__ = .*", "", text))
@@ -67,7 +58,7 @@ def test_every_text_of_every_record(name):
     """Importing what is generated runs none of it, in the package and in standalone folders."""
     record = RECORDS[name]
     clean = from_json(json.dumps(record))
-    paths = list(texts(record))
+    paths = [path for path, part in entries(record) if isinstance(part, str)]
     assert {"name", "activation.expression"} <= {*paths}
     accepted = 0
     for path in paths:
@@ -88,17 +79,6 @@ def test_every_text_of_every_record(name):
 HARMLESS = sum(t.isascii() and t.isprintable() and not {*"\"'\\#"} & {*t} and 0 < len(t) <= 200 for t in HOSTILE)
 
 
-@pytest.mark.parametrize("option", ["", "--standalone", "--hub"])
-@pytest.mark.parametrize("text", HOSTILE[:4])
-@pytest.mark.parametrize("name", ["gelu_regelu2_published", "gelu_inverted_published"])
-def test_what_is_refused_leaves_nothing_behind(name, text, option, command):
-    Path("hostile.json").write_text(changed(RECORDS[name], "options.source", text))
-    status, _, error = command(f"codegen hostile.json --out out {option}")
-    assert status == 2
-    assert "options.source" in error
-    assert [path.name for path in Path().iterdir()] == ["hostile.json"]
-
-
 def test_what_reading_let_pass_is_not_admitted_to_a_template():
     fit = from_json(json.dumps(RECORDS["gelu_regelu2_published"]))
     for text in (t for t in HOSTILE if {*'"\\#'} & {*t} or not t.isprintable() or not t.isascii()):
@@ -117,21 +97,16 @@ BODY = "@_rt.jit\ndef _value(x):\n"
 # a place in the generated module, and what is put there
 INTRUDERS = [
     ("import torch as _torch\n", "import torch as _torch, os\n"),
-    ("import torch as _torch\n", "import torch as _torch\nimport os\n"),
     *(
         ("\n\n_KEY =", f"\n\n{line}\n\n\n_KEY =")
-        for line in (CALL, "print(1)", "owned = 1", "with _torch.no_grad():\n    pass")
+        for line in ("import os", CALL, "owned = 1", "with _torch.no_grad(): x")
     ),
     ('__all__ = ["', f'__all__ = [{CALL}, "'),
     (BODY, "@_rt.jit\n@open\ndef value(x):\n"),
     (BODY, "@jit\ndef _value(x=eval):\n"),
-    *(
-        (BODY, f"{BODY}    {line}\n")
-        for line in (
-            *(CALL, f"u0 = {CALL}", "import os", "u0 = x.__class__", "u0 = (lambda: x)()", "u0 = [x for x in x]"),
-            *("(u0 := x)", "return x", ")", "\0"),
-        )
-    ),
+    *((BODY, f"{BODY}    {line}\n") for line in (CALL, f"u0 = {CALL}", "import os", "u0 = x.__class__")),
+    *((BODY, f"{BODY}    {line}\n") for line in ("u0 = (lambda: x)()", "u0 = [x for x in x]", "(u0 := x)")),
+    *((BODY, f"{BODY}    {line}\n") for line in ("return x", ")", "\0")),
 ]
 
 

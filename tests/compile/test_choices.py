@@ -15,11 +15,9 @@ from torch import Tensor, nn
 import fitact
 from benchmarks import compiled as benchmark
 from benchmarks.compiled import run_graphs
-from fitact.runtime.compile.codes import Graph, pack, unpack
 from fitact.runtime.compile.report import SavedRecord
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import blocks
-from fitact.runtime.torch_internals import FakeTensorMode
 from tests.compile.test_compile import Gelu, SwiGLU, beside, made, off
 from tests.support.blocks import Of
 
@@ -37,8 +35,7 @@ def masked(direct: bool) -> nn.Module:
     """Return two layers of attention that share a mask of 0 and −∞."""
 
     def call(m: Any, x: Tensor) -> Tensor:
-        place = torch.arange(128)
-        seen = place[:, None] >= place[None]
+        seen = torch.ones(128, 128, dtype=torch.bool).tril()
         zero, never = torch.tensor(0.0, dtype=x.dtype), torch.tensor(-torch.inf, dtype=x.dtype)
         mask = torch.where(seen, zero, never) if direct else torch.where(seen, 0.0, -torch.inf).to(x.dtype)
         for layer in m.qkv:
@@ -139,14 +136,6 @@ def test_bits_by_kind() -> None:
     assert 0.004 < errors[8] < 0.007 and 0.015 < errors[6] < 0.03
 
 
-def llama(layers: int, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return benchmark.LastHidden("llama", benchmark.KINDS["llama"] | {"num_hidden_layers": layers}).to(dtype)
-
-
-TOKENS = torch.arange(256)[None]
-
-
 @pytest.mark.parametrize("error", ["exact", "rounding", pytest.param("coarse", marks=pytest.mark.full)])
 def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
     """A LLaMA layer: the difference between models of two layers and of one."""
@@ -154,10 +143,12 @@ def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
     for layers in (1, 2):
         for compiled in sizes:
             torch._dynamo.reset()
-            model = llama(layers, torch.bfloat16)
+            torch.manual_seed(0)
+            shape = benchmark.KINDS["llama"] | {"num_hidden_layers": layers}
+            model = benchmark.LastHidden("llama", shape).bfloat16()
             call = run_graphs(model, fitact.compile_options(error=error), 1.0) if compiled else model
             with count_saved(model) as saved, nullcontext() if compiled else fitact.saving(error):
-                y = call(TOKENS)
+                y = call(torch.arange(256)[None])
             sizes[compiled].append(saved.bytes)
             del y
     layer = {compiled: two - one for compiled, (one, two) in sizes.items()}
@@ -165,20 +156,6 @@ def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
     assert layer[True] <= layer[False] + statistics
     units = {"exact": 11.7, "rounding": 8.0, "coarse": 4.2}  # its input is one
     assert layer[True] / (256 * 256 * 2) < units[error]
-
-
-def test_the_whole_gradient() -> None:
-    """In float32, beside the compiler alone."""
-    gradients = []
-    for options in ({}, fitact.compile_options(error="rounding"), fitact.compile_options(error="coarse")):
-        torch._dynamo.reset()
-        model = llama(2, torch.float32)
-        dy = torch.randn(1, 256, 256, generator=torch.Generator().manual_seed(1))
-        run_graphs(model, options, 0.9)(TOKENS).backward(dy)
-        gradients.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
-    expected, *others = gradients
-    rounding, coarse = (float((found - expected).norm() / expected.norm()) for found in others)
-    assert 0.002 < rounding < 0.01 and 0.05 < coarse < 0.13
 
 
 def test_signs_at_a_jump() -> None:
@@ -229,9 +206,8 @@ def test_the_ops_are_those_of_saving(shape: tuple[int, ...], bits: int) -> None:
     for columns in {blocks.columns_of(shape), blocks.BLOCK}:
         *parts, form = OPS.encode_blocks(x, columns, bits, False)
         assert sum(part.nbytes for part in parts) <= x.numel() * (bits + 0.3125) / 8 + 32 * columns + 64
-        assert form.nbytes == 0
         found = OPS.decode_blocks(*parts, form, columns, x.dtype)
-        assert found.shape == x.shape and found.dtype == x.dtype
+        assert form.nbytes == 0 and found.shape == x.shape and found.dtype == x.dtype
         if columns == blocks.columns_of(shape):
             expected = blocks.encode(x, bits)
             assert all(torch.equal(one, other) for one, other in zip(parts, expected, strict=True))
@@ -240,21 +216,3 @@ def test_the_ops_are_those_of_saving(shape: tuple[int, ...], bits: int) -> None:
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(OPS.encode_blocks, (x, columns, bits, False), test_utils=checks)
         torch.library.opcheck(OPS.decode_blocks, (*parts, form, columns, x.dtype), test_utils=checks)
-
-
-def test_masks() -> None:
-    """Eight lie in a byte, the first in the lowest bit."""
-    graph, mode = torch.fx.Graph(), FakeTensorMode()
-    mask = torch.rand(3, 24, generator=torch.Generator().manual_seed(0)) < 0.5
-    x = graph.placeholder("x")
-    x.meta["val"] = mode.from_tensor(mask)
-    end = graph.output(x)
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    builder = Graph(module, end)
-    packed = pack(builder, x)
-    end.args = ((packed, unpack(builder, packed)),)
-    module.recompile()
-    found, again = module(mask)
-    assert torch.equal(again, mask)
-    for row, own in zip(found.tolist(), mask.tolist(), strict=True):
-        assert int.from_bytes(bytes(row), "little") == sum(bit << i for i, bit in enumerate(own))

@@ -63,33 +63,29 @@ def half() -> nn.Module:
 def test_scaled_losses() -> None:
     """In float16 the same steps overflow and are skipped, and gradients too small for float16 unscaled survive."""
 
-    def trained(options: dict[str, Any]) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    def trained(options: dict[str, Any]) -> list[list[Tensor]]:
         torch._dynamo.reset()
         model = made(half, dtype=torch.float32)
         compiled = run_graphs(model, options, 0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**36, growth_interval=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-        scales, gradients = [], []
+        gradients = []
         for _ in range(24):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 y = compiled(x)
             scaler.scale(1e-6 * y.float().square().mean()).backward()
             scaler.unscale_(optimizer)
-            if not gradients and all(one.grad.isfinite().all() for one in model.parameters()):
-                gradients = [one.grad.clone() for one in model.parameters()]
+            gradients.append([one.grad.clone() for one in model.parameters()])
             scaler.step(optimizer)
             scaler.update()
-            scales.append(scaler.get_scale())
-        return scales, gradients, [one.detach() for one in model.parameters()]
+        return gradients
 
-    scales, expected, weights = trained({})
-    coded_scales, found, coded_weights = trained(fitact.compile_options())
-    assert coded_scales == scales
-    assert min(scales) < max(scales)
-    assert off(found, expected) < 0.012
-    assert off(coded_weights, weights) < 1e-3
+    expected, found = trained({}), trained(fitact.compile_options())
+    finite, same = ([all(one.isfinite().all() for one in step) for step in steps] for steps in (expected, found))
+    assert finite == same and {*finite} == {False, True}
+    assert all(off(b, a) < 0.012 for a, b, known in zip(expected, found, finite, strict=True) if known)
 
 
 def test_accelerate() -> None:

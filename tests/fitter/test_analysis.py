@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, field
 
-import mpmath
 import numpy as np
 import pytest
 from scipy import optimize
@@ -149,16 +148,12 @@ WINDOWS = sorted(edge + 2 * math.pi * k / 3 for k in range(-50, 50) for edge in 
 @pytest.mark.parametrize(
     ("text", "domain", "directions", "turns", "roots"),
     [
-        ("exp(-x**2)", None, [1, -1], [0], [(0, 1)]),
         ("x**3 - x", None, [1, -1, 1], [-(3**-0.5), 3**-0.5], [(-(3**-0.5), 1), (3**-0.5, 1)]),
         ("x + sin(x)**2", (-20, 20), [1], [], [((k - 0.25) * math.pi, 2) for k in range(-6, 7)]),
         ("x + 2*sin(x)", (-30, 30), None, [at for at in sorted(TWO_SINES) if abs(at) < 30], None),
         ("where(x > 0, x + 1, x)", None, [1], [], []),
         ("where(x > 0, x - 1, x)", None, [1, 1], [0], []),
-        ("where(x > 0, -x + 1, -x)", None, [-1, -1], [0], []),
-        ("2*x + 1", None, [1], [], []),
         ("where(x > 0.5, 3, -2)", None, [0, 0], [0.5], []),
-        ("sign(x)", None, [0, 0], [0], []),
         ("abs(x)", None, [-1, 1], [0], []),
         ("where(x > 1, x - 1, where(x < -1, x + 1, 0))", None, [1, 0, 1], [-1, 1], []),
         ("x**5", None, [1], [], [(0, 4)]),
@@ -171,7 +166,6 @@ WINDOWS = sorted(edge + 2 * math.pi * k / 3 for k in range(-50, 50) for edge in 
         ("1/(x - 0.3)", None, [-1, -1], [0.3], []),
         ("tan(x)", (-5, 5), [1] * 5, [(k + 0.5) * math.pi for k in range(-2, 2)], []),
         ("where(sin(3*x) > 0.9999, x, -x)", (-5, 5), None, [at for at in WINDOWS if abs(at) < 5], []),
-        ("(exp(x) - exp(-x))/(exp(x) + exp(-x))", None, [1], [], []),
     ],
 )
 def test_pieces(text, domain, directions, turns, roots) -> None:
@@ -191,34 +185,6 @@ def test_pieces_begin_where_a_formula_is_defined_and_orders_may_differ() -> None
     assert Activation.of("where(x > 0, x**3, -x**4)").monotone().roots == (Root(0, 3, 2),)
 
 
-def test_narrow_bump() -> None:
-    """f′ = 1 − 2su exp(−u²), u = s(x − c), s = 1e5: zero at u exp(−u²) = 1/(2s); extreme at u² = 1/2."""
-    f = Activation.of("x + exp(-((x - 777.123)*1e5)**2)")
-    with mpmath.workdps(40):
-        extrema = [
-            mpmath.findroot(lambda u: u * mpmath.exp(-u * u) - mpmath.mpf("5e-6"), start) for start in (5e-6, 3.6)
-        ]
-        turns = [float(mpmath.mpf("777.123") + u / 100_000) for u in extrema]
-    check_pieces(f.monotone(), -REALS, REALS, [1, -1, 1], turns)
-    steep = 1e5 * math.sqrt(2 / math.e)
-    assert f.derivative_range() == pytest.approx((1 - steep, 1 + steep), rel=1e-8)
-
-
-def test_unboundedly_many_pieces() -> None:
-    f = Activation.of("x + 2*sin(x)")
-    found = f.monotone()
-    assert len(found.pieces) > 60 and 90 < found.reach < math.inf
-    turns = [
-        at
-        for k in range(40)
-        for at in (2 * math.pi * k + 2 * math.pi / 3, 2 * math.pi * (k + 1) - 2 * math.pi / 3)
-    ]
-    assert [root.at for root in found.roots if root.at > 0] == pytest.approx(
-        [at for at in turns if at < found.reach], rel=1e-15
-    )
-    assert f.derivative_range() == pytest.approx((-1, 3), rel=1e-15, abs=0.0)
-
-
 RANGES = {
     "x**2": (-INF, INF),
     "2*x + 1": (2, 2),
@@ -228,6 +194,7 @@ RANGES = {
     "exp(-x**2)": (-math.sqrt(2 / math.e), math.sqrt(2 / math.e)),
     "abs(x)": (-1, 1),
     "where(x > 0, 3, -2)": (0, 0),
+    "x + 2*sin(x)": (-1, 3),
 }
 
 

@@ -1,5 +1,7 @@
 """The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -14,17 +16,13 @@ from fitact.fitter.methods import fewbit
 from fitact.fitter.records.reading import from_json
 from tests.support.generated import BASELINE
 from tests.support.refusals import refused
-from tests.support.rows import full
-from tests.support.steps import PIECEWISE_LINEAR
 
 PARAMETERS = [
     ("celu", {"alpha": 2.5}, lambda x: F.celu(x, 2.5)),
     ("elu", {"alpha": 0.3}, lambda x: F.elu(x, 0.3)),
     ("hardshrink", {"lambd": 1.25}, lambda x: F.hardshrink(x, 1.25)),
     ("hardtanh", {"min_val": -2.0, "max_val": 0.5}, lambda x: F.hardtanh(x, -2.0, 0.5)),
-    ("hardtanh", {"max_val": 3.0}, lambda x: F.hardtanh(x, -1.0, 3.0)),
     ("leaky_relu", {"negative_slope": 0.2}, lambda x: F.leaky_relu(x, 0.2)),
-    ("leaky_relu", {"negative_slope": -0.5}, lambda x: F.leaky_relu(x, -0.5)),
     ("softshrink", {"lambd": 0.75}, lambda x: F.softshrink(x, 0.75)),
     ("threshold", {"threshold": 0.1, "value": 20.0}, lambda x: F.threshold(x, 0.1, 20.0)),
 ]
@@ -53,12 +51,8 @@ def test_equals_pytorch(name, parameters, baseline) -> None:
         assert torch.equal(named, y)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "bits"),
-    [("hardtanh", {"min_val": -2.0, "max_val": 0.5}, 2), ("leaky_relu", {"negative_slope": 0.2}, 1)],
-)
-def test_parameters_pass_through_json_and_code(name, parameters, bits) -> None:
-    fit = fewbit.fit(Activation.of(name, parameters), bits, "a_fit")
+def test_parameters_pass_through_json_and_code() -> None:
+    fit = fewbit.fit(Activation.of("hardtanh", {"min_val": -2.0, "max_val": 0.5}), 2, "a_fit")
     assert from_json(fit.to_json()) == fit
     assert fit.activation.torch in render(fit)
     assert fit.error["objective"] <= 1e-15
@@ -67,11 +61,9 @@ def test_parameters_pass_through_json_and_code(name, parameters, bits) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "reason"),
     [
-        ("leaky_relu", {"slope": 0.2}, "unknown parameter 'slope': expected one of negative_slope"),
         ("gelu", {"alpha": 1.0}, "expected one of none"),
         ("elu", {"alpha": float("nan")}, "parameter alpha: expected a finite number"),
         ("x*sigmoid(x)", {"alpha": 1.0}, "an expression has no parameters"),
-        ("gleu", {}, "unknown activation 'gleu': expected one of celu,"),
     ],
 )
 def test_refused(name, parameters, reason) -> None:
@@ -83,7 +75,6 @@ def test_refused(name, parameters, reason) -> None:
     [
         ("relu6", 1, (-10.0, 10.0), "a step function with 3 levels, and --bits 1 holds 2: 2 bits are exact"),
         ("relu2", 3, (-10.0, 10.0), "beyond the domain -10 10 the derivative of relu2 leaves the step function"),
-        ("x**2", 4, (-3.0, 3.0), "beyond the domain -3 3 the derivative of 'x**2'"),
         ("gelu", 3, (0.0, 5.0), "beyond the domain 0 5 the derivative of gelu leaves the step function, by 0.6"),
         ("tanh", 2, (3.0, 9.0), "choose a wider domain"),
     ],
@@ -96,21 +87,10 @@ def test_warns(name, bits, domain, reason) -> None:
     assert "\n" not in str(caught[0].message)
 
 
-SMOOTH = sorted({*CATALOG} - {"relu2", "exp", *PIECEWISE_LINEAR})
-
-
-@pytest.mark.parametrize("name", full(SMOOTH, ("gelu", "selu", "snake", "softsign", "tanh")))
-def test_the_rest_of_the_catalog_warns_of_nothing(name: str) -> None:
-    """Warnings are errors in these tests. The derivatives of relu2 and exp are unbounded."""
-    fewbit.fit(Activation.of(name), 3, "a_fit")
-
-
 def test_every_activation_ships() -> None:
     # eight levels are far from the derivative of snake, a sine that never ends
     for name in set(CATALOG) - {"identity", "snake"}:
         fitact.activation(name, method="output" if name == "exp" else "fewbit")
     assert "no activation 'exp_fewbit3' is shipped" in refused(fitact.activation, "exp")
-    names = [
-        type(fitact.activation(name, bits=bits)).__name__ for name in ("gelu", "silu") for bits in (1, 2, 3, 4)
-    ]
-    assert names == [f"{name}Fewbit{bits}" for name in ("Gelu", "Silu") for bits in (1, 2, 3, 4)]
+    for name, bits in product(("Gelu", "Silu"), (1, 2, 3, 4)):
+        assert type(fitact.activation(name.lower(), bits=bits)).__name__ == f"{name}Fewbit{bits}"

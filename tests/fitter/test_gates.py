@@ -52,13 +52,10 @@ REFUSED = [
     ("silu(g) + u", "got the factor 'silu(g) + u', which mixes g and u"),
     ("(g*u)**2", "got the factor '(g * u) ** 2', which mixes g and u"),
     ("silu(g)*x", "column 9: unknown name 'x'; known are g, u,"),
-    ("h*silu(g)*u", "column 1: unknown name 'h'; known are g, u,"),
     ("g(u)*u", "column 1: g is an argument, not a function"),
     ("0*g*u", "of its factor of g, called x: activation '0 * x' does not depend on x"),
     ("g*(u - u)", "of its factor of u, called x: activation 'x - x' does not depend on x"),
     ("u*g/0", "column 5: division by zero"),
-    ("g*[u]", "List is not part of the language"),
-    ("g*u; 1", "unexpected character"),
     ("*".join(["g"] * 100 + ["u"]), "nested deeper than 60"),
     ("swish", "unknown gate 'swish': expected one of geglu"),
 ]

@@ -1,13 +1,10 @@
 """The expression language: what it accepts and its values, what it refuses, and that it runs nothing."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import constant, x
 from fitact.fitter.expr.evaluate import evaluate
@@ -18,14 +15,6 @@ from tests.support.reals import MP, real
 from tests.support.refusals import refused, within
 from tests.support.rows import listed
 
-
-@pytest.fixture(autouse=True)
-def _no_hang():
-    """A text that takes for ever fails its test, and does not hold up the run."""
-    with within(120):
-        yield
-
-
 # beside the literature: every operator and function, and how texts are read
 PLAIN = listed("""
 x   +x   -x**2   2**3**2*x   1 - 2 - x   x/2/3   0.1*x   1e-3*x + .5   (1 + x**2)**-3   1/(1 + x**2)
@@ -35,7 +24,7 @@ min(x, 1)   max(min(x, 2), -3)   max(x, x**2/4 - 1)   where(x < 1, x, 2*x - 1)  
 where(x > 0, x, 1.6732632423543772*expm1(x))   silu(x)   exp(-x**2/2)   where(x**2 >= 2, exp(-x**2), x)   erf(x)
 log(1 + x**2)
 """)
-# No identity of `rewrite` covers these, and the check in floating point says so.
+# No identity of `rewrite` covers these, and the check in floating point says so: test_values.py.
 REPORTED = ("soft_clipping", "colu", "soft_root_sign")
 FORMULAS = [*((one.name, one.text) for one in LITERATURE if one.name not in REPORTED), *((t, t) for t in PLAIN)]
 FAR = np.geomspace(2e-3, 1e4, 33)
@@ -58,18 +47,6 @@ def test_value_and_derivative(name, text):
                 assert abs(found - true) <= 1e-12 * scale + CANCELS.get(name, 1e-37), (order, point, found)
 
 
-@pytest.mark.parametrize("entry", [one for one in LITERATURE if one.name in REPORTED])
-def test_what_floating_point_fails_on_is_reported(entry):
-    assert "write it" in (problem(Activation.of(entry.text)) or "")
-
-
-def test_the_table_adds_to_the_catalog():
-    names = [entry.name for entry in LITERATURE]
-    assert len(names) == len(set(names)) >= 40
-    assert set(names) & set(CATALOG) == {"serf", "snake", "squareplus"}  # here as one types them
-    assert not {one.text for one in LITERATURE} & {one.filled(one.expression, {}) for one in CATALOG.values()}
-
-
 @pytest.mark.parametrize("name", CATALOG)
 def test_catalog_is_finite_everywhere(name):
     at = np.array([-1e38, -1e15, -745.0, -88.0, 0.0, 88.0, 710.0, 1e15, 1e38])
@@ -88,7 +65,8 @@ SINGLE = """
 0: sign(x) = 0   log(x) = -inf   1/x = inf   sqrt(1/x) = inf
 5: x**0 = 1   1 - 1 + 0*x = 0
 -1: log(x) = nan   sqrt(x) = nan   x**0.5 = nan   (x**3)**(1/3) = nan
-1000: exp(x) = inf
+1000: exp(x) = inf   expm1(x) = inf   sinh(x) = inf   cosh(x) = inf
+-1e300: exp(x) = 0   expm1(x) = -1   sinh(x) = -inf   cosh(x) = inf
 8: sqrt(2/x) = 0.5   sqrt(-2/x) = nan
 -8: sqrt(2/x) = nan   sqrt(-2/x) = 0.5
 -3: sqrt(-3*x**5) = 27
@@ -166,20 +144,16 @@ REFUSALS: dict[str, str] = {
     "not a real number below": "exp(exp(exp(100)))   exp(710)*x",
     "log(10)": "exp(1e10*log(10))*x   exp(1000*log(10))*x",
     "number is out of range": "1e301   1e999*x",
-    "1e200": "1e200*1e200*x",
     "a coefficient is out of range: 1e-300 to 1e+300": "x + 1e-301",
     "'exp(-800)' is too small: at least 1e-300": "exp(-800)*x",
     "logcosh(10277/10000)**1000' is too small": "logcosh(-1.0277)**1000 + x",
     "'tan(pi/2)' is not a real number": "tan(pi/2)*x",
     "division by zero": "x/sin(pi)   x/relu(-1)   1/0   x/0.0   1/(x - x)",
     "out of range": "0**-1   (-8)**(1/3)*x",
-    "not a real number": "log(-1)   log(0)*x   log1p(-1)   sqrt(-1)*sqrt(-1)*x",
     "positive base": "(-2)**x   0**x",
     "column 5: unknown": "x + y",
-    "column 3: unknown": "  y",
     "column 8:": "x*(1 + 2**9999)",
     "column 5:": "x + 'a'",
-    "column 6:": "  x +* 2",
 }
 ODD: dict[str, list[str]] = {
     "empty": ["", "   "],
@@ -202,18 +176,9 @@ ODD: dict[str, list[str]] = {
 def test_what_was_read_is_read_again_by_its_own_variable() -> None:
     assert parse("y*2", variable="y") == parse("x*2")
     assert parse("y*2", variable="y") == parse("x*2")
-    with pytest.raises(UsageError, match=r"unknown name 'y'"):
-        parse("y*2")
-    for what in ("weight", "derivative"):
-        with pytest.raises(UsageError, match=f"{what} 'z'"):
-            parse("z", what=what)
-
-
-@pytest.mark.parametrize("text", [None, 3, b"x", ("x",), {"x": 1}])
-def test_only_text_is_read(text):
-    for call in (parse, partial(Activation, None)):
-        with pytest.raises(UsageError, match="expected text, got"):
-            call(text)
+    for text, message in (("y*2", "unknown name 'y'"), (None, "expected text, got None")):
+        with pytest.raises(UsageError, match=message):
+            parse(text)
 
 
 # What float32 cannot hold, wherever a module would have it, and other reasons: texts, three spaces apart.
@@ -222,15 +187,10 @@ ACTIVATIONS = {
     "unknown activation": "pi   lambda",
     "does not depend on x": "1 + 1   x - x   0*x   where(1 > 0, 1, x)   x*erfc(1e300)",
     "constant 1e+39": "x*sigmoid(clamp(x, -5, 1e39))   where(x > 0, x, 1e39)   tanh(x) + 1e39   (1e13*x)**3",
-    "constant -1e+39": "where(x < -1e39, 0, x)",
-    "constant 1e+40": "1e20*x*1e20",
     "constant 4.09721e+52": "x*exp(60)*pi*exp(60)",
     "constant 1e-40": "x**2 + 1e-40",
     "constant 1.76440e-381": "max((x/cos(2))**-1000, cos(x))",  # 0 in float64
     "constant 1.41212e+497": "(pi*x)**1000",
-    "constant 1.97007e+434": "(e*x)**1000/exp(680)/exp(315)",  # e**1000 of a product that is e**5
-    "empty": "",
-    "unknown name": "y + 1",
 }
 
 
@@ -245,5 +205,6 @@ TEXTS += [
 
 @pytest.mark.parametrize(("read", "text", "reason"), TEXTS, ids=[ascii(text[:40]) for _, text, _ in TEXTS])
 def test_refusal(read, text, reason):
-    message = refused(read, text)
+    with within(120):
+        message = refused(read, text)
     assert reason in message and ("activation" in message or read is parse)

@@ -13,28 +13,18 @@ import pytest
 
 from fitact.fitter.files import FIT
 from fitact.fitter.records import weights
-from fitact.fitter.records.fit import InvertedFit, StepFit
+from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
+from tests.support.commands import record
 from tests.support.gates import recomputed
 from tests.support.learned import CASES
 from tests.support.refusals import GONE, changed, refused, within
 
 FITS = ROOT / "generated" / "fits"
-STEP: dict[str, Any] = {
-    "schema": FIT.schema,
-    "name": "tanh_fewbit2",
-    "method": "fewbit",
-    "activation": {"name": "tanh", "expression": "tanh(x)"},
-    "bits": 2,
-    "domain": [-10.0, 10.0],
-    "weight": "normal(0, 2)",
-    "even": True,
-    "borders": [0.25, 0.75, 1.5],
-    "levels": [1.0, 0.75, 0.25, -0.0625],
-    "error": {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 1e-30},
-    "options": {"cells": 4000, "seed": 0},
-}
+LEVELS = {"bits": 2, "even": True, "borders": [0.25, 0.75, 1.5], "levels": [1.0, 0.75, 0.25, -0.0625]}
+OPTIONS = {"cells": 4000, "seed": 0}
+STEP = json.loads(record("tanh_fewbit2", weight="normal(0, 2)", options=OPTIONS, **LEVELS))
 SITE: dict[str, Any] = {
     "path": "act",
     "activation": "gelu",
@@ -67,13 +57,6 @@ def reader(name: str) -> Callable[[str], Any]:
     return weights.from_json if name == "weights" else from_json
 
 
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A text that takes for ever fails its test, and does not hold up the run."""
-    with within(120):
-        yield
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_round_trip(name: str) -> None:
     text = json.dumps(RECORDS[name], indent=2, sort_keys=True) + "\n"
@@ -102,22 +85,20 @@ def entries(record: Any, at: str = "") -> Iterator[tuple[str, Any]]:
             yield from entries(part, f"{at}{key}.")
 
 
+HUGE = (10**400, -(10**400))
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_part_of_another_kind_or_none_is_named(name: str) -> None:
     for path, here in entries(RECORDS[name]):
         names = [part for part in path.split(".") if not part.isdigit()]
         if isinstance(here, dict):
             assert "colour" in refused(reader(name), changed(RECORDS[name], f"{path}.colour", 1)), path
-        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, 10**400, -(10**400)):
-            number = isinstance(here, float) and isinstance(other, float)
+        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, *HUGE):
+            alike = type(other) is type(here) and other not in HUGE
             unnamed = path == "activation.name" and other is None  # the name of a formula that has none
             free = other is GONE and (names[0] == "options" != path or path[-1].isdigit())
-            if (
-                (type(other) is not type(here) or other in (10**400, -(10**400)))
-                and not number
-                and not unnamed
-                and not free
-            ):
+            if not (alike or unnamed or free):
                 assert names[-1] in refused(reader(name), changed(RECORDS[name], path, other)), (path, other)
 
 
@@ -136,13 +117,11 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("schema", "not a fitact fit", "other.thing/1"),
         ("name", "name: expected", *NAMED.split(","), "a" * 81),
         ("method", "method: expected", "Fewbit", "exakt"),
-        ("activation", "activation: expected", {"name": "tanh"}),
         ("activation", "activation", *({"name": None, "expression": text} for text in ("1", "y", "x\n"))),
         ("activation.expression", "activation.expression", "x", "tanh( x)"),
         ("activation.name", "activation.name", "tanhh"),
         ("activation.name", "activation.expression", "gelu"),
         ("activation.parameters", "unknown parameter 'alpha'", {"alpha": 1.0}),
-        ("activation.parameters", "activation.parameters.alpha", {"alpha": "1"}),
         ("bits", "bits: expected", 0, 5, -1),
         ("bits", "borders: expected 7", 3),
         ("domain", "domain: expected", [1], [1, 2, 3]),
@@ -168,13 +147,9 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     ],
     "output": [
         *((key, f"{key}: not a field of a fit of the method output", value) for key, value in UNKNOWN.items()),
-        ("colour", "colour: not a field", "red"),
-        ("method", "bits: missing", "fewbit", "relumix"),
-        ("activation.name", "activation.expression", "sigmoid"),
         ("activation.expression", "activation.expression", "tanh(y)"),
         ("derivative", "derivative", *NO_DERIVATIVE.split(","), "where(x > 0, 1, 0)", "y" * 3000, "(" * 9000),
         ("error.float64", "error: expected", 0.0),
-        ("error.float32", "error.float32 of 'tanh(x)'", -1e-9),
     ],
     "inverted": [
         ("bits", "bits: expected 0, 1, 2, 3 or 4, got 5", 5),
@@ -187,24 +162,15 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         (f"{FIRST}.kind", "expected", "spline"),
         (f"{FIRST}.approximates", "approximates: expected derivative", "sigmoid"),
         (f"{FIRST}.low", "low: expected at most high", 5.0),
-        (f"{FIRST}.low", HOLDS, 0.1),
         (f"{FIRST}.numerator", "numerator: expected 1 numbers, got 0", []),
-        (f"{FIRST}.numerator", "numerator: expected 33 numbers, got 34", [0.0] * 34),
         (f"{FIRST}.denominator", "denominator: expected no root", [0.0], [-0.25, 1.0]),
         (f"{FIRST}.radicals", "radicals: expected 1 to 3, got 0", []),
-        (f"{FIRST}.radicals", "radicals[0]: expected anchor, order, side, sign", [{}] * 4),
-        (f"{FIRST}.radicals.0.order", "order: expected an integer", 0),
         (f"{FIRST}.radicals.0.side", "side: expected an integer, one of -1, 0, 1, got 2", 2),
-        (f"{FIRST}.radicals.0.sign", "sign: expected an integer, one of -1, 1, got 0", 0),
         (f"{FIRST}.error", "error.float32: expected that of the worst approximant, 1.0", 1.0),
-        (f"{FIRST}.floor", "floor.float32: expected that of the worst approximant, 1.0", 1.0),
         ("error.float32", "error.float32 of 'x*(1 + erf(x/sqrt(2)))/2': expected 0 or more", -1.0),
-        ("floor.float32", "floor.float32: expected that of the worst approximant", 0.0),
     ],
     "published": [
-        (f"{FIRST}.kind", "kind: expected one of", "cubic"),
         (f"{FIRST}.kind", "expected approximates, denominator", "quotient"),
-        (f"{FIRST}.kind", "coefficients: expected 5 numbers, got 4", "exponential"),
         (f"{FIRST}.approximates", "expected quotients, or approximants of one anchor", "derivative"),
         (f"{FIRST}.anchor", "anchor: expected a number below 0", 0.5),
         (f"{FIRST}.anchor", "approximants.float32: expected quotients, or approximants of one anchor", -0.5),
@@ -213,26 +179,21 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "gate": [
         ("activation.name", "activation.name: 'silu' is not in this catalog", "silu"),
         ("activation.expression", "activation.expression: 'gelu(g)*u' is not that of", "gelu(g)*u"),
-        ("activation.parameters", "activation", {}),
         ("error", "error: expected , got", {"h_1": 0.0}),
         ("method", "gate_coded is not fitted any more: block codes, of fitact.saving", "gate_coded"),
-        ("method", "derivative: missing", "output"),
     ],
     "own gate": [
         ("activation.expression", "got no factor of u", "silu(g)"),
-        ("activation.expression", "unknown name 'x'", "silu(x)"),
-        ("method", "method: coded is not fitted any more", "coded"),
     ],
     "learned": [
         ("activation.learned", "is not that of 'dyt' in", [], [{"name": "alpha", "start": 0.5, "channel": True}]),
         ("activation.name", "prelu has no learned parameter 'alpha'", "prelu"),
-        ("activation.name", "activation.name: 'gelu' is not in this catalog", "gelu"),
         ("activation.expression", "'alpha*x' is not that of 'dyt' in this catalog", "alpha*x"),
     ],
     "own learned": [
         ("activation.learned", "expected 1 to 8 learned parameters, got 0", []),
         ("activation.learned.1.name", "two learned parameters have one name", "a"),
-        ("activation.learned.0.start", "expected a start that float32 holds", 1e300),
+        ("activation.learned.0.start", "expected a start that float32 holds", 1e300, 1e-300),
         ("activation.expression", "the learned parameter b is used nowhere", "a*x"),
     ],
     "weights": [
@@ -243,11 +204,9 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("sites.0.path", "sites[0].path: expected 1 to 500 printable characters", "", "a\x1b[2J", "a" * 501),
         ("sites.0.activation", "sites[0].activation: expected 1 to 500 printable characters", "a\nb"),
         ("sites.0.count", "sites[0].count: expected 1 or more", 0),
-        ("sites.0.left_out", "sites[0].left_out: expected 0 or more", -1),
         ("sites.0.deviation", "sites[0].deviation: expected no negative number", -1.0),
         ("sites.0.least", "sites[0].least, quantiles: expected no more than largest", 1e6),
         ("sites.0.quantiles", "sites[0].quantiles: expected 2 numbers", [0.0]),
-        ("sites.0.quantiles", "lesser quantile first", [1.0, 0.0]),
         ("sites.0.weight", "sites[0].weight 'histogram(0, 0; 1)': edge 1: expected more", "histogram(0, 0; 1)"),
         ("sites.0.weight", "sites[0].weight", "__import__('os')", "x\x00"),
     ],
@@ -262,13 +221,14 @@ CHANGES = [
 
 @pytest.mark.parametrize(("name", "path", "message", "value"), CHANGES)
 def test_what_is_wrong_is_named(name: str, path: str, message: str, value: object) -> None:
-    assert message in refused(reader(name), changed(RECORDS[name], path, value))
+    with within(120):
+        assert message in refused(reader(name), changed(RECORDS[name], path, value))
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028", "\ud800", "k" * 100_000, ""])
 def test_hostile_keys(key: str) -> None:
-    for record in (STEP, *(STEP | {place: STEP[place] | {key: [None]}} for place in ("activation", "error"))):
-        refused(from_json, json.dumps(record | {key: [None]}))
+    for wrong in (STEP, *(STEP | {place: STEP[place] | {key: [None]}} for place in ("activation", "error"))):
+        refused(from_json, json.dumps(wrong | {key: [None]}))
     refused(from_json, f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}")
 
 
@@ -290,7 +250,7 @@ BAD_FILES: dict[str, list[str | bytes | None]] = {
     "seed": [with_('"seed": 0', f'"seed": {seed}') for seed in ('0, "seed": 0', "-1e999")],
     "borders[1]": [with_("0.75,", "1e999,", 1)],
     "7": ["{" + ",".join(f'"{i}":0' for i in range(100_000)) + ',"7":1}'],
-    "bits: expected": [changed(STEP, "bits", 7)],
+    "bits: expected": [changed(STEP, "bits", value) for value in (7, [0.5] * 200_000, "x" * 1_000_000)],
 }
 
 
@@ -300,29 +260,24 @@ def test_file_and_field_are_named(part: str, content: str | bytes | None, tmp_pa
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     for reads in (read, weights.read_weights) if part in [*BAD_FILES][:5] else (read,):
-        message = refused(reads, path)
+        with within(120):
+            message = refused(reads, path)
         assert message.startswith(f"{path}: ") and part in message and message.count(str(path)) == 1
 
 
 PLAIN = STEP | {"even": False, "borders": [-1.5, 0.0, 0.75]}
 
 
-@pytest.mark.parametrize("record", [STEP, PLAIN], ids=["even", "plain"])
-def test_levels_of_a_step_function(record: dict[str, Any]) -> None:
+@pytest.mark.parametrize("step", [STEP, PLAIN], ids=["even", "plain"])
+def test_levels_of_a_step_function(step: dict[str, Any]) -> None:
     """A border belongs to the level below; NaN gets the first level."""
-    fit = from_json(json.dumps(record))
+    fit = from_json(json.dumps(step))
     assert isinstance(fit, StepFit)
-    first, *_, last = levels = record["levels"]
-    for i, border in enumerate(record["borders"]):
+    first, *_, last = levels = step["levels"]
+    for i, border in enumerate(step["borders"]):
         x = np.array([math.nextafter(border, -math.inf), border, math.nextafter(border, math.inf)])
         for side in (1, -1) if fit.even else (1,):
             assert fit(side * x).tolist() == [levels[i], levels[i], levels[i + 1]]
     assert fit(np.array([np.nan, np.inf, -np.inf])).tolist() == [first, last, last if fit.even else first]
     if not fit.even:
         assert fit(np.array([0.0, -0.0])).tolist() == [0.75, 0.75]
-
-
-def test_codes_of_an_inverted_fit() -> None:
-    fit = read(FITS / "gelu_inverted2.json")
-    assert isinstance(fit, InvertedFit)
-    assert fit.code(np.array([-np.inf, np.nan, np.inf]), "bfloat16").tolist() == [0, 0, 3]

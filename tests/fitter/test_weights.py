@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit
 from fitact.fitter.numerics.histogram import MOST_CELLS, of_counts, parsed
@@ -20,10 +19,12 @@ from tests.support.rows import full
 THREE = "histogram(-2, -0.5, 0.25, 3; 1, 4, 3)"
 MIXED = f"0.95*{THREE} + 0.05*student(3, 0.5, 2)"
 
-POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
-
-
+EDGES = [-2, -0.5, 0.25, 3]
+POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9, *EDGES])
+BARS, TAIL = stats.rv_histogram(([1, 4, 3], EDGES), density=False), stats.t(3, 0.5, 2)
 ORACLES = {
+    THREE: BARS.pdf,
+    MIXED: lambda t: 0.95 * BARS.pdf(t) + 0.05 * TAIL.pdf(t),
     "uniform": np.ones_like,
     "normal": stats.norm.pdf,
     "normal( -1.5 ,5e-1)": stats.norm(-1.5, 0.5).pdf,
@@ -49,24 +50,10 @@ def test_mass_of_students_density(freedom, mean, scale):
     assert Weight(f"student({freedom}, {mean}, {scale})").mass(-64.0, 64.0) == pytest.approx(expected, rel=1e-9)
 
 
-def test_density() -> None:
-    at = np.array([[-9, -2.1, -2, -1], [-0.5, 0, 0.25, 2.9], [3, 3.1, 1e9, -1e9]])
-    heights = [[0, 0, 1 / 12, 1 / 12], [2 / 3, 2 / 3, 3 / 22, 3 / 22], [0, 0, 0, 0]]
-    np.testing.assert_allclose(Weight(THREE)(at), heights, rtol=1e-15)
-    mixed = 0.95 * np.array(heights) + 0.05 * stats.t(3, 0.5, 2).pdf(at)
-    np.testing.assert_allclose(Weight(MIXED)(at), mixed, rtol=1e-12)
-
-
 @pytest.mark.parametrize("domain", [(-10.0, 10.0), (-1.0, 0.5), (-64.0, 64.0), (0.25, 5.0)])
 def test_mass(domain: tuple[float, float]) -> None:
-    inner, tail = np.diff(np.interp(domain, [-2, -0.5, 0.25, 3], [0, 1 / 8, 5 / 8, 1])), stats.t(3, 0.5, 2)
-    expected = 0.95 * inner[0] + 0.05 * np.diff(tail.cdf(domain))[0]
+    expected = 0.95 * np.diff(BARS.cdf(domain))[0] + 0.05 * np.diff(TAIL.cdf(domain))[0]
     assert Weight(MIXED).mass(*domain) == pytest.approx(expected, rel=1e-9)
-
-
-def test_breakpoints_are_on_the_grid() -> None:
-    assert Weight(THREE).breakpoints(-1, 3).tolist() == [-0.5, 0.25]
-    assert set(Weight(MIXED).breakpoints(-64, 64)) >= {-2, -0.5, 0.25, 3, 0.5, 2.5}
 
 
 @pytest.mark.parametrize("text", [THREE, "histogram(-1e-05, 0.1, 12345.678; 0.5, 2)", "histogram(0, 1e+30; 1)"])
@@ -80,22 +67,18 @@ REFUSED: dict[str, str] = {
     "normal(mean, deviation)": "normal(0)   normal(0, 1, 2)   normal(x, 1)   normal()   normal + 1",
     "deviation above 0": "normal(0, 0)   normal(0, -1)",
     "student(freedom, mean, scale)": "student()   student(3, 0)   student(3, 0, 1, 2)   student(x)   student + 1",
-    "degrees of freedom above 0": "student(0)   student(-1)   0.9*histogram(0, 1; 1) + 0.1*student(0)",
-    "up to 1000": "student(1001)   student(1e999)",
-    "a scale above 0": "student(3, 0, 0)",
-    "a finite mean": "student(3, 1e999, 1)",
-    "out of range": "normal(0, 1e308)   10**10**10",
-    "belongs in where": "x > 0",
+    "degrees of freedom above 0 and up to 1000, a finite mean and a scale above 0": (
+        "student(0)   student(1001)   student(1e999)   student(3, 0, 0)   student(3, 1e999, 1)"
+        "   0.9*histogram(0, 1; 1) + 0.1*student(0)"
+    ),
+    "out of range": "normal(0, 1e308)",
     "expected histogram(edges; masses)": "histogram   histogram()   histogram(0, 1, 2)   histogram(0, 1; 1; 2)",
-    "expected a number, got ''": "histogram(;)   histogram(0, 1; )",
+    "expected a number": "histogram(;)   histogram(0, 1; )   histogram(nan, 1; 1)   histogram(0, 1_0; 1)",
     "edges one more, got 2 masses and 2 edges": "histogram(0, 1; 1, 2)",
     "edge 1: expected more than edge 0, 0.0, got 0.0": "histogram(0, 0; 1)",
-    "edge 2: expected more than edge 1": "histogram(0, 2, 1; 1, 1)",
-    "expected a number, got 'nan'": "histogram(nan, 1; 1)",
     "expected a mass above 0": "histogram(0, 1; 0)",
     "mass 0: expected a number, 0 to 1e+30, got -1.0": "histogram(0, 1; -1)",
     "edge 1: expected a number, at most 1e+30 in size": "histogram(0, 1e31; 1)",
-    "expected a number, got '1_0'": "histogram(0, 1_0; 1)",
     "expected histogram(edges; masses) or": "histogram(0, __import__('os'); 1)",
     "or A*histogram(...) + B*student(...)": "histogram(0, 1; 1) + 1   histogram(0, 1; 1) + 0.05*normal",
     "expected shares above 0 and up to 1, got 2.0": "2*histogram(0, 1; 1)",
@@ -103,10 +86,8 @@ REFUSED: dict[str, str] = {
 }
 ODD: dict[str, list[str]] = {
     "empty": [""],
-    "normal(mean, deviation)": ["normal(0, 1)\n"],
     "too many": ["normal(" + "1" * 100_000, "normal(" + "1" * 1_000_000 + ", 1)"],
-    "expected a number, got '٣'": ["histogram(0, ٣; 1)"],
-    "expected a number": ["histogram(0, 1\n; 1)"],
+    "expected a number": ["histogram(0, 1\n; 1)", "histogram(0, ٣; 1)"],
     "expected histogram(edges; masses) or": ["histogram(0, 1; 1)\n"],
     "expected at most": ["histogram(" + "0, " * 5000 + "; 1)"],
     "expected 1 to 256": [f"histogram({', '.join(map(str, range(MOST_CELLS + 2)))}; {'1, ' * MOST_CELLS}1)"],
@@ -143,20 +124,6 @@ def test_a_coarse_histogram_has_the_datas_distribution(density: Any) -> None:
     at = np.linspace(density.ppf(1e-4), density.ppf(1 - 1e-4), 500)
     np.testing.assert_allclose(np.interp(at, found.edges, sums), density.cdf(at), atol=2e-3)
     assert found.masses[0] < 1e-3 * sum(found.masses)  # the tails have cells of their own
-
-
-@pytest.mark.parametrize(("count", "cells"), [(1, 1), (8, 4), (1000, 20), (262_144, 128), (10_000_000, 128)])
-def test_few_numbers_make_few_cells(count: int, cells: int) -> None:
-    counts = np.full(4000, count // 4000) + (np.arange(4000) < count % 4000)
-    found = of_counts(np.linspace(0, 1, 4001), counts.tolist())
-    assert min(cells, 4) // 2 <= len(found.masses) <= 2 * cells + 1
-    assert sum(found.masses) == count
-
-
-def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
-    found = of_counts(*fine(np.concatenate([np.zeros(3000), np.random.default_rng(0).normal(0, 1, 7000)]), 1e-3))
-    i = found.edges.index(0.0)
-    assert found.edges[i + 1] == pytest.approx(1e-3) and 3000 <= found.masses[i] < 3010
 
 
 @pytest.mark.parametrize("light", [1, 100, 3000])
@@ -213,16 +180,11 @@ def test_one_value_can_be_fitted(x: np.ndarray[Any, Any]) -> None:
 
 
 def test_the_weight_of_a_site() -> None:
-    one = calibrated(SAMPLE[:100])
+    one = calibrated(SAMPLE)
     found = Calibration((one, replace(one, path="b", weight=Weight("normal"))))
     assert from_json(found.to_json()) == found
+    assert one.quantiles == pytest.approx(np.quantile(SAMPLE, [0.001, 0.999]), abs=1 / 128)
     assert (found.weight("b"), found.weight("act")) == (Weight("normal"), one.weight)
     assert Calibration((one,)).weight() == one.weight
     assert "it has 2 sites, choose one: 'act', 'b'" in refused(found.weight)
     assert "it has no site 'c': there are 'act', 'b'" in refused(found.weight, "c")
-
-
-def test_what_is_stated() -> None:
-    assert calibrated(SAMPLE).quantiles == pytest.approx(np.quantile(SAMPLE, [0.001, 0.999]), abs=1 / 128)
-    with pytest.raises(UsageError, match="sites: expected at least one"):
-        Calibration(())

@@ -132,15 +132,7 @@ def points(count: int, seed: int = 0) -> Array:
 
 
 def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000) -> None:
-    """Compare what the module computes with many digits: its value, and its gradient with the error stated.
-
-    Args:
-        fit: of the module.
-        module: as it is imported.
-        reported: whether a warning said that floating point fails on the formula.
-        count: of the points.
-
-    """
+    """Compare a module's value, unless a warning reported it, and its gradient's error with many digits."""
     activation, at = fit.activation, points(count)
     formulas = (activation.typed, activation.derivative_formula)
     true, slope = (np.array([_exact(formula, float(point)) for point in at]) for formula in formulas)

@@ -1,11 +1,8 @@
-"""f′ from the output and a piece: against mpmath's inverse, dense samples, and all inputs of half precision."""
+"""f′ from the output and a piece: against dense samples and all inputs of half precision."""
 
-import itertools
 import json
-import math
 from functools import partial
 
-import mpmath
 import numpy as np
 import pytest
 import torch
@@ -70,66 +67,17 @@ def test_half_precision_comes_near_the_floor(name, bits, dtype):
     assert float(f"{floor(keys, true):.4g}") == fit.floor[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_refined_cells_are_as_good_as_any(dtype):
-    """Brute force: GELU's two further borders at every x of the dtype near the minimum."""
-    x = everything(dtype)
-    x = x[(x > -3) & (x < 3)]
-    y, true = cast(CURVES["gelu"].value(x), dtype), CURVES["gelu"].derivative(x)
-
-    middle = CURVES["gelu"].minimum
-    best = 0.0
-    for side in (x < middle, x > middle):
-        near = x[side & (np.abs(x - middle) < 0.06)][:: 1 if dtype == "bfloat16" else 4]
-        halves = [(side & (x <= at), side & (x > at)) for at in near[:-1]]
-        best = max(best, min(max(floor(y[one], true[one]) for one in pair) for pair in halves))
-    found = fitted("gelu", 2).floor[dtype]
-    assert found <= best * 1.001
-    assert found >= best * 0.9
-
-
-def test_the_approximant_is_the_derivative_at_the_inverse():
-    outputs = {0: [-0.1699, -0.16, -0.1, -0.01, -1e-4, -1e-8]}
-    outputs[1] = [*outputs[0], 1e-6, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 20.0]
-    for code, ends in ((0, (-30, "-0.7517915246935645")), (1, ("-0.7517915246935645", 30))):
-        at = np.array(outputs[code], dtype=np.float32)
-        for y, found in zip(at.tolist(), fitted("gelu").evaluate(at, np.full(at.shape, code)), strict=True):
-            with mpmath.workdps(40):
-                bracket = [mpmath.mpf(end) for end in ends]
-                x = mpmath.findroot(lambda x, y=y: x * mpmath.ncdf(x) - y, bracket, solver="bisect", maxsteps=200)
-            assert abs(found - CURVES["gelu"].derivative(float(x))) <= 8.5e-5
-
-
 def test_hardswish_is_exact_on_its_cells():
     fit = fitted("hardswish")
     assert fit.bits == 2
     assert [len(approximant.numerator) for approximant in fit.approximants["float32"]] == [1, 2, 2, 1]
     assert all(approximant.denominator == (1.0,) for approximant in fit.approximants["float32"])
-    x = np.concatenate([np.linspace(-8, 8, 4001), [-3.0, -1.5, 3.0, np.nextafter(np.float32(3), 0, dtype="f4")]])
-    x = x.astype(np.float32).astype(np.float64)
-    true = np.where(x >= 3, 1.0, np.where(x <= -3, 0.0, x / 3 + 0.5))
-    y = np.where(x >= 3, x, np.where(x <= -3, 0.0, x * (x + 3) / 6))
-    off = np.abs(derivatives(fit, x, y.astype(np.float32)) - true)
+    x = cast(np.concatenate([np.linspace(-8, 8, 4001), [-3, -1.5, 3, np.nextafter(np.float32(3), 0)]]), "float32")
+    y, true = cast(CURVES["hardswish"].value(x), "float32"), CURVES["hardswish"].derivative(x)
+    off = np.abs(derivatives(fit, x, y) - true)
     assert off[np.abs(x + 1.5) > 0.05].max() <= 2e-6
     assert off.max() <= 1.1e-4  # at the minimum: twice the floor
     assert off[(x >= 3) | (x <= -3)].max() == 0
-
-
-def test_cells():
-    (left, right) = inverted.cells(Activation.of("silu"))
-    assert left.high == right.low == pytest.approx(-1.2784645427610738, abs=1e-15)
-    assert (left.direction, right.direction) == (-1, 1)
-    (radical,) = right.radicals
-    assert radical == left.radicals[0]
-    assert radical.anchor == np.float32(-0.2784645427610738) and radical.order == 2 and radical.side == 1
-    cells = inverted.cells(Activation.of("gelu"), 2)
-    offsets = [cell.low + 0.7517915246935645 for cell in cells[1:]]
-    assert [round(offset, 3) for offset in offsets] == pytest.approx([-0.016, 0.0, 0.031], abs=0.016)
-    (cell,) = inverted.cells(Activation.of("x + sin(x)**2"), domain=(-1, 2))
-    assert [(radical.order, radical.side) for radical in cell.radicals] == [(3, 0), (3, -1)]
-    assert cell.roots == pytest.approx((-math.pi / 4, 3 * math.pi / 4))
-    for a, b in itertools.pairwise(inverted.cells(Activation.of("x*cos(x)"), 4, (-6, 6))):
-        assert a.high == b.low
 
 
 @pytest.mark.parametrize(
@@ -138,10 +86,8 @@ def test_cells():
         ("x + 2*sin(x)", None, None, "too many monotone pieces over the reals"),
         ("log(x)", None, None, "not defined all over the domain"),
         ("sqrt(x)", None, (0, 4), "infinite at x = 0"),
-        ("1/x", None, (-1, 1), "infinite at x = 0"),
         ("x**3 - x", None, None, "fit it on a smaller domain"),
         ("1e38*x", None, None, "derivative is 1e+38 at x = "),
-        ("1e38*softsign(x)", None, (-0.1, 0.1), "smaller domain"),
         ("gelu", 0, None, "use --bits 1"),
         ("gelu", 1, (1, 1), "domain: expected increasing numbers"),
         ("sin(x)", None, (-40, 40), "take 5 bits to tell apart"),
@@ -191,10 +137,11 @@ def test_the_papers_approximants(name, published, of_dtypes):
     assert [fit.error[dtype] for dtype in ("bfloat16", "float16", "float32")] == pytest.approx(of_dtypes, abs=6e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["celu", "elu", "hardsigmoid", "leaky_relu", "logsigmoid", "relu6", "selu", "sigmoid"]
-)
-def test_what_is_monotone_costs_a_bit_only_for_its_corners(name):
-    fit = fitted(name)
-    assert fit.bits == {"logsigmoid": 0, "sigmoid": 0, "hardsigmoid": 2, "relu6": 2}.get(name, 1)
+BITS = {"celu": 1, "elu": 1, "hardsigmoid": 2, "leaky_relu": 1, "logsigmoid": 0, "relu6": 2, "selu": 1}
+
+
+@pytest.mark.parametrize(("text", "bits"), [*BITS.items(), ("sigmoid", 0), ("x + sin(x)**2", 0)])
+def test_what_is_monotone_costs_a_bit_only_for_its_corners(text, bits):
+    fit = fitted(text, domain=(-1, 2) if text.startswith("x") else None)
+    assert fit.bits == bits
     assert fit.error["float32"] <= 1e-4

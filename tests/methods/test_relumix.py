@@ -28,18 +28,15 @@ EDGE = 38.2277  # the paper's half-width
 OBJECTIVES = ("primitive", "derivative")
 
 
-RAMP = (0.0, 0.0), (1.0, 0.0)  # the lines on either side: slope, intercept
-
-
 @dataclass(frozen=True)
 class Oracle:
-    """A formula of the fitter and of mpmath; f and f′ in NumPy; the lines; where f′ has a break."""
+    """A formula of the fitter and of mpmath; f and f′; slope and intercept of the lines; where f′ has a break."""
 
     text: str
     value: Callable
     derivative: Callable
-    left: tuple[float, float] = RAMP[0]
-    right: tuple[float, float] = RAMP[1]
+    left: tuple[float, float] = (0.0, 0.0)
+    right: tuple[float, float] = (1.0, 0.0)
     breaks: tuple = ()
 
     def off(self, line):
@@ -77,22 +74,15 @@ QUICK = ("gelu", "tanh", "elu")
 
 def cases(names, widths, quick):
     """Pairs of them; of the quick ones, GELU at 3 bits and more belongs to the full product too."""
-    rows = ((name, bits) for name in names for bits in widths if bits > 1 or bridged(name))
+    bridged = {name for name in names if ORACLES[name].left[0] != ORACLES[name].right[0]}
+    rows = ((name, bits) for name in names for bits in widths if bits > 1 or name in bridged)
     return full(rows, lambda row: row[0] in quick and not (row[0] == "gelu" and row[1] > 2))
-
-
-def bridged(name):
-    return ORACLES[name].left[0] != ORACLES[name].right[0]
-
-
-@cache
-def activation(name):
-    return Activation.of(name if name in CATALOG else ORACLES[name].text)
 
 
 @cache
 def mixed(name, bits, objective="primitive", restarts=relumix.RESTARTS, seed=0):
-    return relumix.mixture(activation(name), bits, objective, restarts, seed, float)
+    f = Activation.of(name if name in CATALOG else ORACLES[name].text)
+    return relumix.mixture(f, bits, objective, restarts, seed, float)
 
 
 def line_through(oracle, knots, slopes):
@@ -148,27 +138,15 @@ def test_published_coefficients_evaluate_to_the_published_figure_and_ours_are_be
     assert mixed(row["activation"], 2, row["objective"]).objective <= min(most, row["value"])
 
 
-# bits → how near the result comes, and for which activations every run looks
-LONG = {2: (1e-4, (*QUICK, "silu")), 3: (1e-3, ("tanh", "elu")), 4: (1e-3, ("elu",))}
-LONGER = [
-    *product(SEARCHED, [2]),
-    *product(("gelu", "tanh", "elu", "softsign", "squareplus"), [3]),
-    ("elu", 4),
-    ("silu", 4),
-]
+LONGER = [*product(SEARCHED, [2]), *product(("gelu", "tanh", "elu", "softsign", "squareplus"), [3])]
+LONGER += [("elu", 4), ("silu", 4)]
+QUICKER = [*product((*QUICK, "silu"), [2]), ("tanh", 3), ("elu", 3), ("elu", 4)]
 
 
-@pytest.mark.parametrize(("name", "bits"), full(LONGER, lambda row: row[0] in LONG[row[1]][1]))
+@pytest.mark.parametrize(("name", "bits"), full(LONGER, QUICKER))
 def test_as_good_as_a_long_search(name, bits):
-    near = 1e-7 if bits == 2 and name not in ALGEBRAIC else LONG[bits][0]
+    near = 1e-3 if bits > 2 else 1e-4 if name in ALGEBRAIC else 1e-7
     assert mixed(name, bits).objective <= BEST[name][str(bits)] * (1 + near)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "bits"), [*product(("gelu", "hardswish", "softsign", "selu"), [2]), ("gelu", 3)])
-def test_any_seed_finds_the_optimum(name, bits):
-    worst = max(mixed(name, bits, restarts=1, seed=seed).objective for seed in range(1, 4))
-    assert worst <= BEST[name][str(bits)] * (1 + LONG[bits][0])
 
 
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC[1:])))
@@ -237,13 +215,10 @@ UNSEEN = "its slope changes too far from 0, or too suddenly"
 NO_LINE = "a mixture of ReLUs is a straight line"
 REFUSED = [
     *((text, bits, NO_LINE) for text in ("x**2", "relu2", "sin(x)", "exp", "log(1 + x**2)") for bits in (1, 2)),
-    ("x*sin(x)", 2, NO_LINE),
     ("asinh(x)", 2, NO_LINE),
-    ("sqrt(x)", 2, NO_LINE),
     ("tanh", 1, "its asymptotes are parallel"),
     ("x + exp(-x**2)", 1, "its asymptotes are parallel"),
     ("hardshrink", 2, "it jumps at x = -0.5"),
-    ("where(x<0, 0.1*x-1, 2*x+3)", 2, "it jumps at x = 0"),
     ("where(x > 1, silu(x), silu(x) + 0.25)", 3, "it jumps at x = 1"),
     ("x + (1 + x**2)**(-0.2)", 2, "too slowly"),
     ("relu(x) + (1 + relu(-x))**(-0.4)", 2, "as x tends to -infinity it nears its asymptote too slowly"),
@@ -255,9 +230,7 @@ REFUSED = [
 
 
 def test_near_the_end_of_the_search() -> None:
-    """A shift changes nothing; and a corner may be where the search ends."""
-    shifted = relumix.mixture(Activation.of("silu(x - 29)"), 2, "primitive", relumix.RESTARTS, 0, float)
-    assert shifted.objective == pytest.approx(mixed("silu", 2).objective, rel=1e-6)
+    """A corner may be where the search ends; of what is shifted there is a test below."""
     for text in (
         "silu(x) + 0.1*relu(x - 10) + 0.1*relu(x - 40)",
         "silu(x) + 0.01*relu(x + 40) + 0.01*relu(x - 40)",
@@ -275,16 +248,13 @@ def test_refused(text, bits, reason):
 @pytest.mark.parametrize("power", [0.6, 0.75])
 def test_a_slow_tail_whose_square_has_an_integral(power, objective):
     """|x|^-0.6 squared is |x|^-1.2."""
-    text = f"x + (1 + x**2)**(-{power / 2!r})"
-    found = relumix.mixture(Activation.of(text), 2, objective, relumix.RESTARTS, 0, float)
-
-    def value(x):
-        return x + (1 + x * x) ** (-power / 2)
-
-    def derivative(x):
-        return 1 - power * x * (1 + x * x) ** (-power / 2 - 1)
-
-    oracle = Oracle(text, value, derivative, (1.0, 0.0), (1.0, 0.0))
+    oracle = Oracle(
+        f"x + (1 + x**2)**(-{power / 2!r})",
+        lambda x: x + (1 + x * x) ** (-power / 2),
+        lambda x: 1 - power * x * (1 + x * x) ** (-power / 2 - 1),
+        *((1.0, 0.0), (1.0, 0.0)),
+    )
+    found = relumix.mixture(Activation.of(oracle.text), 2, objective, relumix.RESTARTS, 0, float)
     exact = distance(oracle, found.knots, found.slopes, objective)
     assert found.objective == pytest.approx(exact, rel=1e-4)
 
@@ -295,12 +265,9 @@ LINEAR = [
     ("leaky_relu", 1, [0.0], [0.01, 1]),
     ("abs(x)", 1, [0.0], [-1, 1]),
     ("relu", 2, [0.0], [0, 1]),
-    ("leaky_relu", 3, [0.0], [0.01, 1]),
     ("hardtanh", 2, [-1.0, 1.0], [0, 1, 0]),
     ("relu6", 2, [0.0, 6.0], [0, 1, 0]),
-    ("hardsigmoid", 2, [-3.0, 3.0], [0, 1 / 6, 0]),
     ("softshrink", 2, [-0.5, 0.5], [1, 0, 1]),
-    ("hardtanh", 4, [-1.0, 1.0], [0, 1, 0]),
     ("min(max(x, -1000), 1000)", 2, [-1000.0, 1000.0], [0, 1, 0]),
     ("relu(x) - relu(x - 1) + relu(x - 3)", 2, [0.0, 1.0, 3.0], [0, 1, 0, 1]),
     ("gelu(x) - gelu(x) + relu(x)", 1, [0.0], [0, 1]),
