@@ -1,14 +1,18 @@
-"""A grammar of formulas, gates and options, and changes of them; all from one random generator."""
+"""A grammar of formulas, gates, options and fits, and changes of them; all from one random generator."""
 
 import itertools
+import json
 import random
 import re
 import string
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import FUNCTIONS
 
+FITS = [path.read_text("utf-8") for path in sorted((Path(__file__).parents[2] / "generated/fits").glob("*.json"))]
 ORDINARY = ("0", "1", "2", "3", "-1", "0.5", "1/3", "1.702", "100", "pi", "e", "-4.999", "1e-5", "0.044715")
 EXTREME = ("1e300", "1e-300", "1e38", "1e39", "1e-40", "1e200", "1e-200", "700", "7e2", "1e-9", "999", "1e16")
 UNARY = [name for name, (arguments, _) in FUNCTIONS.items() if arguments == 1]
@@ -142,3 +146,68 @@ def command(chance: random.Random) -> list[str]:
     if chance.random() < 0.15:
         words += ["--domain", chance.choice(NUMBERS), chance.choice(NUMBERS)]
     return words
+
+
+RAW = "<raw>"  # begins a piece of text that json.dumps would not write
+PIECES = (
+    *("NaN", "Infinity", "1e999", "1e-999", "-0", "5e-324", "1e39", "9" * 400, "9" * 5000, "0." + "3" * 10_000),
+    *("", "nan", "True", "'x'", "0x10", "01", "+1", ".5", "{", "]", "//", '"\\x"', "[" * 300, '{"a":' * 5000),
+)
+TEXTS = (*CATALOG, "uniform", "normal(0, 1)", "x" * 1000, "../x", "{0}", "%s", "__class__")
+
+
+def value(chance: random.Random, depth: int = 0) -> Any:
+    """Return anything that JSON may hold, and what it may not."""
+    kind = chance.randrange(10 if depth < 3 else 8)
+    if kind > 7:
+        parts = [value(chance, depth + 1) for _ in range(chance.randint(0, 4))]
+        return parts if kind == 8 else {text(chance)[:8]: part for part in parts}
+    number = chance.gauss(0, 1) * 10.0 ** chance.choice((0, chance.randint(-300, 300)))
+    integer = chance.choice((chance.randint(-9, 9), chance.randint(-(10**30), 10**30)))
+    words = text(chance), formula(chance), chance.choice(TEXTS), RAW + chance.choice(PIECES)
+    return (None, chance.random() < 0.5, number, integer, *words)[kind]
+
+
+def written(record: object) -> str:
+    """Return the JSON of a record whose raw pieces are written as they are."""
+    whole = json.dumps(record)
+    while (start := whole.find(f'"{RAW}')) >= 0:
+        piece, end = json.decoder.py_scanstring(whole, start + 1)
+        whole = whole[:start] + piece.removeprefix(RAW) + whole[end:]
+    return whole
+
+
+def containers(record: object) -> Iterator[Any]:
+    if isinstance(record, dict | list) and record:
+        yield record
+        for item in record.values() if isinstance(record, dict) else record:
+            yield from containers(item)
+
+
+def fit(chance: random.Random) -> str:
+    """Return the JSON of a shipped fit with some values changed, or with some bytes changed."""
+    source = chance.choice(FITS)
+    if chance.random() < 0.3:
+        data = bytearray(source.encode())
+        for _ in range(chance.randint(1, 4)):
+            at, length = chance.randrange(len(data)), chance.randint(0, 40)
+            put = chance.choice((b"", data[at : at + length] * 1000, chance.choice(PIECES).encode(), b"\xef\0,"))
+            data[at : at + length * chance.randint(0, 1)] = put
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        return bytes(data).decode(errors=chance.choice(("replace", "surrogateescape", "backslashreplace")))
+    record = json.loads(source)
+    for _ in range(chance.randint(1, 3)):
+        target = chance.choice([*containers(record)])
+        place, other = (chance.choice([*target] if isinstance(target, dict) else range(len(target))) for _ in "12")
+        match chance.choice(["replace", "replace", "replace", "swap", "remove", "insert"]):
+            case "swap":
+                target[place], target[other] = target[other], target[place]
+            case "remove":
+                del target[place]
+            case "insert" if isinstance(target, list):
+                target.insert(place, value(chance))
+            case "insert":
+                target[text(chance)[:8]] = chance.choice((target[place], value(chance)))
+            case _:
+                target[place] = value(chance)
+    return written(record)

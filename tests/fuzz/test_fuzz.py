@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,9 +21,15 @@ FOUND = [
 ]
 
 
-PARTS = [*(("text", i) for i in range(0, 400, 100)), *(("read", i) for i in (0, 40))]
-PARTS += [(name, 0) for name in ("gate", "command")]
-COUNTS = {"text": 100, "gate": 4, "command": 8, "read": 40}
+PARTS = [
+    *(("text", i) for i in range(0, 400, 100)),
+    ("gate", 0),
+    ("fit", 0),
+    ("command", 0),
+    ("read", 0),
+    ("read", 40),
+]
+COUNTS = {"text": 100, "gate": 4, "fit": 150, "command": 8, "read": 40}
 
 
 @pytest.mark.parametrize(("name", "first"), PARTS)
@@ -40,8 +47,25 @@ def test_formulas(i: int) -> None:
 
 @pytest.mark.parametrize(("name", "case"), FOUND)
 def test_what_was_found(name: str, case: Any) -> None:
-    with within(240):
+    with within(120):
         CHECKS[name][1](case)
+
+
+LONG = (
+    "selu(where(tan(exp(max(1e-5, 1.0))) > sin(relu(x)), ((sigmoid(x) + (x - x)))**3, where(-(x / x) < sin(x), "
+    "where(min(x, x) <= 100, square(x), (x * x)), asinh(sin(x)))))",
+    "where(x < 1, (sech2(relu(leaky_relu(x))) + tan(log1p((pi * x)))), sigmoid(clamp((-(where(x >= "
+    "where(x > -1.5, 0.044715, x), (x + x), x))**3), -2, 3)))",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", LONG, ids=[text[:30] for text in LONG])
+def test_what_takes_long_is_bounded(text: str, command: Callable[..., tuple[int, str, str]]) -> None:
+    """Conditions that switch without end, of what oscillates."""
+    with within(240):
+        status, out, err = command("show", text)
+    assert (status, err) == (0, "") and "breakpoints" in out
 
 
 TOO_LARGE = [
