@@ -1,8 +1,7 @@
 """Attention that is not fused, by PyTorch or by models: the same bits, and less is saved."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -104,17 +103,17 @@ def test_bits(case: str, setting: str, again: bool) -> None:
     assert after < before if wide or drops else after <= before
 
 
-@pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv", "b"])
-def test_frozen_inputs(frozen: str) -> None:
-    compared("bias, dropout", "bfloat16", frozen=frozen)
-
-
-def test_a_bias_that_is_wider_and_one_tensor_for_all() -> None:
+@pytest.mark.parametrize(
+    ("case", "frozen", "call"),
+    [
+        *(("bias, dropout", frozen, attend) for frozen in ("q", "k", "v", "qk", "qkv", "b")),
+        ("bias", "", lambda q, k, v, mask: attend(q, k, v, mask.float())),
+        ("bias", "kv", lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)),
+    ],
+)
+def test_frozen_inputs_a_wider_bias_and_one_tensor_for_all(case: str, frozen: str, call: Any) -> None:
     """Gradients are added in PyTorch's order."""
-    compared("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
-    compared(
-        "bias", "bfloat16", frozen="kv", call=lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)
-    )
+    compared(case, "bfloat16", frozen=frozen, call=call)
 
 
 def test_halves_are_added_as_such_if_told_so() -> None:
@@ -148,7 +147,7 @@ def test_what_is_saved() -> None:
 @pytest.mark.parametrize("case", ["none", "given", "causal", "bool", "trained", "dropout", "not allowed"])
 def test_only_where_pytorch_fuses_nothing(case: str, fake: bool) -> None:
     """PyTorch's own node says what it chose, also for tensors without memory."""
-    options: dict[str, Any] = {"is_causal": case == "causal", "dropout_p": 0.1 if case == "dropout" else 0.0}
+    options: dict[str, Any] = {"is_causal": case == "causal", "dropout_p": 0.1 * (case == "dropout")}
     backends = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * (case != "not allowed")
     with FakeTensorMode() if fake else nullcontext(), sdpa_kernel(backends):
         given = [one.requires_grad_() for one in tensors()]
@@ -160,7 +159,7 @@ def test_only_where_pytorch_fuses_nothing(case: str, fake: bool) -> None:
     assert (composed is None) == (case in ("none", "given", "causal", "bool"))
 
 
-WRONG: dict[str, Mapping[str, Any]] = {
+WRONG: dict[str, dict[str, Any]] = {
     "mask and causal": {"attn_mask": bias(), "is_causal": True, "dropout_p": 0.1},
     "size of the mask": {"attn_mask": bias()[..., :5].requires_grad_()},
     "no such option": {"dropout": 0.1},
@@ -173,27 +172,25 @@ WRONG: dict[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_pytorch_says(name: str) -> None:
-    q, k, v = (one.requires_grad_() for one in tensors())
-    given = {"query": q, "key": k, "value": v} | dict(WRONG[name])
+    given = dict(zip(("query", "key", "value"), (one.requires_grad_() for one in tensors()), strict=True))
     messages = []
     for context in (nullcontext(), saving()):
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
         with pytest.raises((RuntimeError, TypeError)) as raised, context, allowed:
-            F.scaled_dot_product_attention(**given)
+            F.scaled_dot_product_attention(**(given | WRONG[name]))
         messages.append((raised.type, str(raised.value)))
     assert messages[0] == messages[1]
 
 
 def test_what_is_saved_if_it_runs_again() -> None:
-    """By hand: q, k and v, of which the layer that reads the output computes that again."""
-    for mask in (None, torch.rand(2, 4, 64, 64) > 0.1, torch.randn(1, 4, 64, 64).requires_grad_()):
+    """By hand: q, k and v, of which the layer that reads the output computes that again, and the mask."""
+    layer, trained = nn.Linear(64, 64), torch.randn(1, 4, 64, 64).requires_grad_()
+    for mask, size in (None, 0), (torch.rand(2, 4, 64, 64) > 0.1, 2 * 4 * 64 * 64 // 8), (trained, trained.nbytes):
         q, k, v = (turned(2, 4, 64, 16).requires_grad_() * 1 for _ in "qkv")
-        layer = nn.Linear(64, 64)
         with count_saved(layer) as saved, saving(recompute_attention=True):
             y = layer(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
         del y
-        of_mask = 0 if mask is None else mask.numel() // 8 if mask.dtype == torch.bool else 0
-        assert saved.bytes == 3 * q.nbytes + of_mask + (0 if mask is None or of_mask else mask.nbytes)
+        assert saved.bytes == 3 * q.nbytes + size
 
 
 def attending(trained: bool = True) -> nn.Module:
@@ -243,43 +240,16 @@ def test_second_derivative_if_it_runs_again() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("around", ["checkpoint", "reentrant"])
-def test_checkpointed_if_it_runs_again(around: str) -> None:
-    model, x = attending(), torch.randn(2, 8, 32)
-    expected = observed(model, AROUND[around], x)
-    model.zero_grad()
-    with saving(recompute_attention=True):
-        again = observed(model, AROUND[around], x)
-    assert not differences(expected, again)
-
-
-def test_in_a_checkpoint_if_it_runs_again() -> None:
+def test_checkpointed_if_it_runs_again(around: str, inside: bool) -> None:
     """A checkpoint gives each tensor once, and attention's is read twice: for its gradients and its output."""
     model, x = attending(), torch.randn(2, 8, 32)
-    expected = observed(model, AROUND["checkpoint"], x)
-    model.zero_grad()
-    fitact.convert(model, recompute_attention=True)
-    assert not differences(expected, observed(model, AROUND["checkpoint"], x))
-
-
-def biased(p: float) -> nn.Module:
-    def call(m: Any, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in m.qkv)
-        places = torch.arange(x.shape[1])
-        mask = m.table((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
-        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), dropout_p=p)
-        return m.o(y.transpose(1, 2).flatten(2))
-
-    qkv = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-    return Of(call, qkv=qkv, o=nn.Linear(32, 32), table=nn.Embedding(16, HEADS))
-
-
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@dtypes
-def test_peak(dtype: torch.dtype, p: float) -> None:
-    x = torch.randn(2, 64, 32).to(dtype).requires_grad_()
-    before, after = peaks(pair(partial(biased, p), dtype), x)
-    assert after <= before
+    expected = observed(copy.deepcopy(model), AROUND[around], x)
+    if inside:
+        fitact.convert(model, recompute_attention=True)
+    with nullcontext() if inside else saving(recompute_attention=True):
+        assert not differences(expected, observed(model, AROUND[around], x))
 
 
 BLOCKS = ("T5Block", "GPT2Block", "BertLayer", "LlamaDecoderLayer")
@@ -332,7 +302,7 @@ def test_models(name: str, setting: str) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_peak_of_models(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 64, 48).to(dtype).requires_grad_()
     before, after = peaks(pair(partial(model_of, name), dtype), x, partial(call, name))

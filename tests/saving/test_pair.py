@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import fitact
-from fitact.base import UsageError
 from fitact.runtime.saving import storage
 from fitact.runtime.saving.blocks import BITS, decode, encode, nbytes
 from fitact.runtime.saving.recompute import Reading
@@ -188,11 +187,6 @@ def test_stated_error(bits: int) -> None:
     off = (unpack(pack(x)) - x).detach()
     assert 0.9 * root < off.norm() / x.norm() < root
     assert (off.abs() <= most * x.abs().view(256, 4, 64).amax(-1, True).expand(-1, -1, 64).reshape(256, 256)).all()
-
-
-def test_unknown_bits() -> None:
-    with pytest.raises(UsageError, match="bits: expected 3, 4, 5, 6 or 8, got 7"):
-        fitact.hooks(7)
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ from tests.support.saving import (
     train,
 )
 
+WIDE = torch.randn(64, 16, 16)
+
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
@@ -79,25 +81,16 @@ def test_compiled_alone() -> None:
     assert calls in ([], [1, 1])
 
 
-def test_nested_and_as_a_decorator() -> None:
+def test_nested_as_a_decorator_and_left_by_an_exception() -> None:
     model = MODELS["mlp"]()
-    x = torch.randn(64, 16, 16)
-    once = saved_bytes_of(model, lambda: saving()(model)(x))
-    with saving():
-        inside = saved_bytes_of(model, lambda: model(x))
-        with saving():
-            pass
-    assert once < saved_bytes(model, x)
-    assert inside >= once  # other hooks win inside
-
-
-def test_an_exception_leaves_nothing_behind() -> None:
-    model = MODELS["mlp"]()
-    x = torch.randn(64, 16, 16)
-    before = saved_bytes(model, x)
+    before = saved_bytes(model, WIDE)
     with pytest.raises(ZeroDivisionError), saving():
-        model(x).fill_(1 / 0)
-    assert saved_bytes(model, x) == before
+        model(WIDE).fill_(1 / 0)
+    assert saved_bytes(model, WIDE) == before
+    once, twice = saving()(model), saving()(saving()(model))
+    assert saved_bytes_of(model, lambda: once(WIDE)) == saved_bytes_of(model, lambda: twice(WIDE)) < before
+    with saving():
+        assert saved_bytes(model, WIDE) == before  # other hooks win inside
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -113,12 +106,8 @@ def test_recomputed_once_a_backward(readers: int) -> None:
 def test_contexts_and_functional() -> None:
     model = MODELS["mlp"]()
     given = dict(model.named_parameters())
-
-    def value(given: dict[str, Tensor]) -> Tensor:
-        return loss_of(functional_call(model, given, (X,)))
-
     with pytest.raises(UsageError, match=r"^saving.*enter it in the function that torch.func"), saving():
-        grad(value)(given)
+        grad(lambda given: loss_of(functional_call(model, given, (X,))))(given)
 
 
 def test_outputs_can_be_copied() -> None:
@@ -237,35 +226,42 @@ def test_operators_are_recomputed(function: Callable[[Any, Any], Any], two: Call
     assert saved.bytes == x.nbytes + h.nbytes, y
 
 
-@pytest.mark.parametrize("error", ["exact", "rounding", "coarse"])
-def test_gradients_of_gradients_save_no_more(error: str) -> None:
+@pytest.mark.parametrize(("error", "atol"), [("exact", 0.0), ("rounding", 1e-3), ("coarse", 1e-2)])
+def test_gradients_of_gradients_save_no_more(error: str, atol: float) -> None:
     """What backward decodes is saved again by the graph of the gradient: in the same codes."""
     net, x = nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(128, 8)
-
-    def step() -> Tensor:
-        z = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(net(z).sum(), z, create_graph=True)
-        return gradient.square().mean()
-
+    x.requires_grad_()
     sizes, gradients = [], []
     for context in (nullcontext(), saving(error)):
         with count_saved(net) as saved, context:
-            loss = step()
+            (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+            loss = gradient.square().mean()
         sizes.append(saved.bytes)
-        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*net.parameters()][:3])]))
+        gradients.append(torch.autograd.grad(loss, [*net.parameters()][:3]))
     before, after = sizes
     assert after < before - (error != "exact") * 128 * 64 * 4
-    atol = {"exact": 0.0, "rounding": 1e-3, "coarse": 1e-2}[error]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("call", [saving, partial(fitact.checkpoint, torch.sin, X)])
-def test_unknown_error(call: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match="error: expected 'exact', 'rounding' or 'coarse', got 'none'"):
-        call(error="none")
+ERROR = "error: expected 'exact', 'rounding' or 'coarse', got 'none'"
+OFFLOAD = r'offload: expected "all", a share up to 1.0, or bytes from 1,04'
+CHECKPOINT = partial(fitact.checkpoint, torch.sin, X)
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    *((call, {"error": "none"}, ERROR) for call in (saving, CHECKPOINT)),
+    *(
+        (call, {"offload": amount}, OFFLOAD)
+        for amount in ("some", 0, 4096, -1, 1.5, 0.0, None, float("nan"))
+        for call in (saving, CHECKPOINT, fitact.hooks)
+    ),
+    (fitact.hooks, {"bits": 7}, "bits: expected 3, 4, 5, 6 or 8, got 7"),
+    (partial(fitact.convert, MLP(), "fewbit"), {"offload": "all"}, "offload: expected no method"),
+]
 
 
-WIDE = torch.randn(64, 16, 16)
+@pytest.mark.parametrize(("call", "given", "message"), REFUSED)
+def test_refused(call: Callable[..., Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(**given)
 
 
 class Locked(MLP):
@@ -273,14 +269,10 @@ class Locked(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.Lock()
+        self.lock: Any = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: one for name, one in vars(self).items() if name != "lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.lock = threading.Lock()
+        return vars(self) | {"lock": None}
 
 
 class Registered(MLP):
@@ -328,11 +320,9 @@ def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
     twin = COPIES[way](model)
     assert type(twin) is type(model) and saved_bytes(twin, WIDE) == saved_bytes(model, WIDE) < before
     expected = observed(model, train, X)
-    doubled.load_state_dict(model.state_dict())
+    doubled.load_state_dict({name: 2 * one for name, one in model.state_dict().items()})
+    twin.load_state_dict(doubled.state_dict())
     fitact.convert(doubled, **given)
-    with torch.no_grad():
-        for own in (*twin.parameters(), *doubled.parameters()):
-            own.mul_(2)
     assert not differences(observed(doubled, train, X), observed(twin, train, X))
     model.zero_grad()
     assert not differences(expected, observed(model, train, X))
@@ -352,14 +342,10 @@ def test_turning_back(kind: type[nn.Module]) -> None:
     assert type(model) is kind and vars(model).keys() == vars(kind()).keys()
 
 
-def _twice(model: MLP, x: Tensor) -> Tensor:
-    return 2 * MLP.forward(model, x)
-
-
 def test_a_forward_of_the_module_s_own() -> None:
     """accelerate sets one, for example for autocast or to move the weights of parts."""
     model = MLP()
-    forward = model.forward = partial(_twice, model)
+    forward = model.forward = partial(MLP.hidden, model)
     expected, before = observed(copy.deepcopy(model), train, X), saved_bytes(model, WIDE)
     fitact.convert(model)
     assert saved_bytes(model, WIDE) < before

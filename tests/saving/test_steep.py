@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fitact
 from fitact.runtime.measure import count_saved
+from tests.support.blocks import Of
 
 STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "log": lambda x: torch.log(torch.sigmoid(x)),
@@ -28,25 +29,14 @@ STEEP: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Layer(nn.Module):
-    """A residual layer with large numbers before its activation."""
-
-    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.activation = nn.Linear(64, 256), nn.Linear(256, 64), activation
-        self.up.weight.data.mul_(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(self.activation(self.up(x)))
-        return y
-
-
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize(("error", "most"), [("rounding", 0.03), ("coarse", 0.14)])
 @pytest.mark.parametrize("name", STEEP)
 def test_gradients(name: str, error: str, most: float, outside: bool) -> None:
-    model, x = Layer(STEEP[name]), torch.randn(256, 64)
+    """Of a residual layer with large numbers before its activation."""
+    up, x = nn.Linear(64, 256), torch.randn(256, 64)
+    up.weight.data.mul_(6)
+    model = Of(lambda m, x: x + m.down(STEEP[name](m.up(x))), up=up, down=nn.Linear(256, 64))
     gradients, sizes = [], []
     for context in (nullcontext(), fitact.saving(error)):
         hooks = saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
