@@ -1,7 +1,5 @@
 """The context itself, and modules that run in it: compiled, nested, copied, turned back; what it leaves behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -58,8 +56,9 @@ def test_compiled() -> None:
     model.zero_grad()
     assert not differences(expected, observed(model, lambda _, x: train(model, x, lambda _, x: compiled(x)), X))
     torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="saving is for eager code"):
-        torch.compile(within, backend="aot_eager", fullgraph=True)(X)
+    for name, call in ("saving", within), ("checkpoint", partial(fitact.checkpoint, torch.sin)):
+        with pytest.raises(RuntimeError, match=f"{name} is for eager code"):
+            torch.compile(call, backend="aot_eager", fullgraph=True)(X)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
