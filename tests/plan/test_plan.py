@@ -22,16 +22,7 @@ from fitact.planning import GIB, Plan, Planner, make
 from fitact.planning.make import CACHE, ONE_BLOCK, Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import from_json, sentence
-from fitact.runtime.choose import (
-    BASELINE,
-    OF_BLOCKS,
-    POLICIES,
-    REST,
-    Policy,
-    StepCost,
-    changed,
-    selectively,
-)
+from fitact.runtime.choose import BASELINE, OF_BLOCKS, POLICIES, REST, Policy, StepCost, changed, selectively
 from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
 from fitact.runtime.choose.costs import step as measured_step
 from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, devices, hugging_face, prepare

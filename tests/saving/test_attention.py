@@ -13,34 +13,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fitact
-from fitact import saving
 from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support import saving
 from tests.support.around import AROUND
 from tests.support.blocks import Of
 from tests.support.models import FAMILIES, MORE, TEXT
-from tests.support.saving import (
-    HALF,
-    SETTINGS,
-    Operators,
-    agree,
-    both_ways,
-    cast,
-    differences,
-    observed,
-    pair,
-    peaks,
-    precisions,
-    saved_bytes_of,
-    saving_less,
-    train,
-)
+from tests.support.saving import HALF, Operators, agree, both_ways, cast, observed, peaks
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 6, 8
-DTYPES = SETTINGS | {"autocast of halves": (HALF, torch.float16)}
+DTYPES = saving.SETTINGS | {"autocast of halves": (HALF, torch.float16)}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 
 
@@ -174,7 +159,7 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_what_is_wrong_pytorch_says(name: str) -> None:
     given = dict(zip(("query", "key", "value"), (one.requires_grad_() for one in tensors()), strict=True))
     messages = []
-    for context in (nullcontext(), saving()):
+    for context in (nullcontext(), fitact.saving()):
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
         with pytest.raises((RuntimeError, TypeError)) as raised, context, allowed:
             F.scaled_dot_product_attention(**(given | WRONG[name]))
@@ -187,7 +172,7 @@ def test_what_is_saved_if_it_runs_again() -> None:
     layer, trained = nn.Linear(64, 64), torch.randn(1, 4, 64, 64).requires_grad_()
     for mask, size in (None, 0), (torch.rand(2, 4, 64, 64) > 0.1, 2 * 4 * 64 * 64 // 8), (trained, trained.nbytes):
         q, k, v = (turned(2, 4, 64, 16).requires_grad_() * 1 for _ in "qkv")
-        with count_saved(layer) as saved, saving(recompute_attention=True):
+        with count_saved(layer) as saved, fitact.saving(recompute_attention=True):
             y = layer(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
         del y
         assert saved.bytes == 3 * q.nbytes + size
@@ -208,7 +193,7 @@ def test_run_once_in_a_pass(trained: bool) -> None:
     x = torch.randn(2, 8, 32, requires_grad=True)
     with Operators() as expected:
         model(x).sin().sum().backward()
-    with saving(recompute_attention=True):
+    with fitact.saving(recompute_attention=True):
         loss = model(x).sin().sum()
     with Operators() as counted:
         found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
@@ -229,7 +214,7 @@ def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
 def test_second_derivative_if_it_runs_again() -> None:
     """Of attention that is not fused: PyTorch has no other's. Its terms are added in another order."""
     found = []
-    for context in (nullcontext(), saving(recompute_attention=True)):
+    for context in (nullcontext(), fitact.saving(recompute_attention=True)):
         torch.manual_seed(0)
         q, k, v = (turned(1, 2, 4, 8).requires_grad_() for _ in "qkv")
         with context, sdpa_kernel(SDPBackend.MATH):
@@ -248,8 +233,8 @@ def test_checkpointed_if_it_runs_again(around: str, inside: bool) -> None:
     expected = observed(copy.deepcopy(model), AROUND[around], x)
     if inside:
         fitact.convert(model, recompute_attention=True)
-    with nullcontext() if inside else saving(recompute_attention=True):
-        assert not differences(expected, observed(model, AROUND[around], x))
+    with nullcontext() if inside else fitact.saving(recompute_attention=True):
+        assert not saving.differences(expected, observed(model, AROUND[around], x))
 
 
 BLOCKS = ("T5Block", "GPT2Block", "BertLayer", "LlamaDecoderLayer")
@@ -262,10 +247,7 @@ EAGER: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", TEXT | {"intermediate_size": 128, "attention_dropout": 0.1}),
 }
 # Attention that transformers leave to PyTorch, which does not fuse it: with a trained bias, or with dropout.
-SDPA = {
-    "t5, gated, sdpa": ("t5", T5 | {"num_layers": 1}),
-    "bert, sdpa": ("bert", BERT | {"num_hidden_layers": 1}),
-}
+SDPA = {"t5, gated, sdpa": ("t5", T5 | {"num_layers": 1}), "bert, sdpa": ("bert", BERT | {"num_hidden_layers": 1})}
 
 
 def model_of(name: str) -> nn.Module:
@@ -286,15 +268,15 @@ def call(name: str, model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_models(name: str, setting: str) -> None:
     """The same bits; less is saved than by selective checkpointing."""
-    dtype, autocast = SETTINGS[setting]
+    dtype, autocast = saving.SETTINGS[setting]
     run = partial(call, name)
     models = agree(
-        partial(model_of, name), lambda one, x: train(one, x, run), torch.randn(2, 8, 48), dtype, autocast
+        partial(model_of, name), lambda one, x: saving.train(one, x, run), torch.randn(2, 8, 48), dtype, autocast
     )
     wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
     blocks = [one for one in models[0].modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
-        before, after = (saved_bytes_of(one, lambda one=one: run(one, wide)) for one in models)
+        before, after = (saving.saved_bytes_of(one, lambda one=one: run(one, wide)) for one in models)
         with count_saved(models[0]) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
             y = run(models[0], wide)
     del y
@@ -305,7 +287,7 @@ def test_models(name: str, setting: str) -> None:
 @pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_peak_of_models(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 64, 48).to(dtype).requires_grad_()
-    before, after = peaks(pair(partial(model_of, name), dtype), x, partial(call, name))
+    before, after = peaks(saving.pair(partial(model_of, name), dtype), x, partial(call, name))
     assert after < before
 
 
@@ -329,7 +311,7 @@ WEIGH: dict[str, Callable[[Tensor], Tensor]] = {
 NO_LESS = {("plain", torch.float32, None), ("plain", HALF, None), ("cast in between changed", torch.float32, None)}
 
 
-@precisions
+@saving.precisions
 @pytest.mark.parametrize("weigh", WEIGH)
 def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     def call(m: Any, x: Tensor) -> Tensor:
@@ -341,5 +323,5 @@ def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -
     def make() -> nn.Module:
         return Of(call, **{name: nn.Linear(16, 16) for name in "qkvo"})
 
-    before, after = saving_less(make, x, wide, dtype=dtype, autocast=autocast)
+    before, after = saving.saving_less(make, x, wide, dtype=dtype, autocast=autocast)
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)

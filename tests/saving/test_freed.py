@@ -1,7 +1,5 @@
 """What a block saved is freed as soon as its backward pass is done, without the garbage collector."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator

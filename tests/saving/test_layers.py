@@ -1,7 +1,5 @@
 """Layers whose inputs are recomputed: convolutions and norms, with activations after them and sums before them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -18,17 +16,7 @@ from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import CONVOLUTIONS, UNITS, Gemma, Of, RMSNorm, unit
 from tests.support.blocks import IMAGES as X
 from tests.support.rows import full
-from tests.support.saving import (
-    HALF,
-    SETTINGS,
-    agree,
-    observed,
-    pair,
-    peaks,
-    precisions,
-    saves,
-    saving_less,
-)
+from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, precisions, saves, saving_less
 
 SLOPES = nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(inplace=True), nn.LeakyReLU(), nn.LeakyReLU(inplace=True)
 

@@ -1,7 +1,5 @@
 """Converted real models, small and with random weights: gradients, bytes, peaks, training, processes."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

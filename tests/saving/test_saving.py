@@ -17,26 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 import fitact
-from fitact import saving
 from fitact.base import UsageError
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.context import baseline
-from fitact.runtime.saving.modules import attach, attaching, detach
+from fitact.runtime.saving.modules import attach, attaching
+from tests.support import saving
 from tests.support.blocks import CALLS, MLP, MODELS, Read
-from tests.support.saving import (
-    HALF,
-    Operators,
-    X,
-    cast,
-    differences,
-    loss_of,
-    observed,
-    pair,
-    peaks,
-    saved_bytes,
-    saved_bytes_of,
-    train,
-)
+from tests.support.saving import X, differences, observed, pair, saved_bytes, train
 
 WIDE = torch.randn(64, 16, 16)
 
@@ -48,7 +35,7 @@ def test_compiled() -> None:
     model = MODELS["mlp"]()
 
     def within(x: Tensor) -> Tensor:
-        with saving():
+        with fitact.saving():
             return model(x)
 
     compiled = torch.compile(within, backend="aot_eager")
@@ -72,7 +59,7 @@ def test_compiled_alone() -> None:
 
     torch._dynamo.reset()
     baseline, model = pair(MODELS["gate"])
-    for one, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
+    for one, context in (baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()):
         one.act.compile(backend=backend)
         with context:
             train(one, X.clone().requires_grad_())
@@ -83,12 +70,13 @@ def test_compiled_alone() -> None:
 def test_nested_as_a_decorator_and_left_by_an_exception() -> None:
     model = MODELS["mlp"]()
     before = saved_bytes(model, WIDE)
-    with pytest.raises(ZeroDivisionError), saving():
+    with pytest.raises(ZeroDivisionError), fitact.saving():
         model(WIDE).fill_(1 / 0)
     assert saved_bytes(model, WIDE) == before
-    once, twice = saving()(model), saving()(saving()(model))
-    assert saved_bytes_of(model, lambda: once(WIDE)) == saved_bytes_of(model, lambda: twice(WIDE)) < before
-    with saving():
+    calls = fitact.saving()(model), fitact.saving()(fitact.saving()(model))
+    once, twice = (saving.saved_bytes_of(model, lambda call=call: call(WIDE)) for call in calls)
+    assert once == twice < before
+    with fitact.saving():
         assert saved_bytes(model, WIDE) == before  # other hooks win inside
 
 
@@ -97,16 +85,16 @@ def test_recomputed_once_a_backward(readers: int) -> None:
     _, model = pair(partial(Read, lambda model, x, y: sum(model.fc2(y) * i for i in range(readers))))
     y = model(X)
     for _ in range(2):
-        with Operators() as operators:
-            loss_of(y).backward(retain_graph=True)
+        with saving.Operators() as operators:
+            saving.loss_of(y).backward(retain_graph=True)
         assert operators.names.count("aten.gelu.default") == 1
 
 
 def test_contexts_and_functional() -> None:
     model = MODELS["mlp"]()
     given = dict(model.named_parameters())
-    with pytest.raises(UsageError, match=r"^saving.*enter it in the function that torch.func"), saving():
-        grad(lambda given: loss_of(functional_call(model, given, (X,))))(given)
+    with pytest.raises(UsageError, match=r"^saving.*enter it in the function that torch.func"), fitact.saving():
+        grad(lambda given: saving.loss_of(functional_call(model, given, (X,))))(given)
 
 
 def test_outputs_can_be_copied() -> None:
@@ -122,7 +110,7 @@ def test_exported(strict: bool) -> None:
     """A context around an export sees nothing of it, nor does that of a converted model."""
     baseline, model = pair(MODELS["block"])
     graphs = []
-    for each, context in (baseline, nullcontext()), (baseline, saving()), (model, nullcontext()):
+    for each, context in (baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()):
         with context:
             graphs.append(torch.export.export(each.eval(), (X,), strict=strict))
     assert graphs[0].graph_module.code == graphs[1].graph_module.code == graphs[2].graph_module.code
@@ -137,7 +125,7 @@ def test_peak_of_many_sums() -> None:
 
     class Residual(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            with cast(HALF):
+            with saving.cast(saving.HALF):
                 return x + super().forward(x)
 
     wide = torch.randn(1024, 16)
@@ -147,8 +135,8 @@ def test_peak_of_many_sums() -> None:
         model = nn.Sequential(*(Residual(*part) for part in parts))
         fitact.convert(model)
         parameters = sum(one.nbytes for one in model.parameters())
-        stored = saved_bytes_of(model, lambda model=model: model(wide))
-        over.append(peaks((model, model), wide)[0] - stored - 2 * parameters)
+        stored = saving.saved_bytes_of(model, lambda model=model: model(wide))
+        over.append(saving.peaks((model, model), wide)[0] - stored - 2 * parameters)
     assert over[1] < over[0] + wide.nbytes
 
 
@@ -204,7 +192,7 @@ def test_what_is_quantised(name: str) -> None:
     call, quantised, whole = CHANGED[name]
     x, v, w = torch.randn(64, 32), *(torch.randn(32, 128, requires_grad=True) for _ in "vw")
     found = []
-    for context in nullcontext(), saving("rounding"):
+    for context in nullcontext(), fitact.saving("rounding"):
         with count_saved() as saved, context:
             y = call(x @ v, x @ w)
         found.append(torch.autograd.grad(y.sum(), [v, w]))
@@ -219,7 +207,7 @@ def test_what_is_quantised(name: str) -> None:
 def test_operators_are_recomputed(function: Callable[[Any, Any], Any], two: Callable[..., Tensor]) -> None:
     """Of what a layer is given, nothing is saved but what it is computed from."""
     first, second, x = nn.Linear(16, 32), nn.Linear(32, 4), torch.randn(8, 16)
-    with count_saved(first, second) as saved, saving():
+    with count_saved(first, second) as saved, fitact.saving():
         h = first(x)
         y = h.sin(), second(two(function, h))
     assert saved.bytes == x.nbytes + h.nbytes, y
@@ -231,7 +219,7 @@ def test_gradients_of_gradients_save_no_more(error: str, atol: float) -> None:
     net, x = nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(128, 8)
     x.requires_grad_()
     sizes, gradients = [], []
-    for context in (nullcontext(), saving(error)):
+    for context in (nullcontext(), fitact.saving(error)):
         with count_saved(net) as saved, context:
             (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
             loss = gradient.square().mean()
@@ -246,11 +234,11 @@ ERROR = "error: expected 'exact', 'rounding' or 'coarse', got 'none'"
 OFFLOAD = r'offload: expected "all", a share up to 1.0, or bytes from 1,04'
 CHECKPOINT = partial(fitact.checkpoint, torch.sin, X)
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    *((call, {"error": "none"}, ERROR) for call in (saving, CHECKPOINT)),
+    *((call, {"error": "none"}, ERROR) for call in (fitact.saving, CHECKPOINT)),
     *(
         (call, {"offload": amount}, OFFLOAD)
         for amount in ("some", 0, 4096, -1, 1.5, 0.0, None, float("nan"))
-        for call in (saving, CHECKPOINT, fitact.hooks)
+        for call in (fitact.saving, CHECKPOINT, fitact.hooks)
     ),
     (fitact.hooks, {"bits": 7}, "bits: expected 3, 4, 5, 6 or 8, got 7"),
     (partial(fitact.convert, MLP(), "fewbit"), {"offload": "all"}, "offload: expected no method"),
@@ -305,7 +293,10 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
 def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
-    """The class is a subclass of the same name. Copies save as little as the model, and are independent of it."""
+    """The class is a subclass of the same name, whose new modules save as they are.
+
+    Copies save as little as the model, are independent of it, and are turned back.
+    """
     model, doubled = kind(), kind()
 
     def looks() -> Any:
@@ -325,20 +316,11 @@ def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
     assert not differences(observed(doubled, train, X), observed(twin, train, X))
     model.zero_grad()
     assert not differences(expected, observed(model, train, X))
-    assert fitact.revert(twin) and type(twin) is kind
-    assert saved_bytes(model, WIDE) < saved_bytes(twin, WIDE) == before
-
-
-@pytest.mark.parametrize("kind", [MLP, Locked, Own])
-def test_turning_back(kind: type[nn.Module]) -> None:
-    model = kind()
-    fitact.convert(model)
-    assert Registered.known == ["own"]
     fresh = type(model)()
-    assert saved_bytes(model, WIDE) < saved_bytes(fresh, WIDE)
-    assert not fitact.revert(fresh) and type(fresh) is kind
-    assert detach(model) and not detach(model)
-    assert type(model) is kind and vars(model).keys() == vars(kind()).keys()
+    assert saved_bytes(fresh, WIDE) == before and not fitact.revert(fresh) and type(fresh) is kind
+    assert fitact.revert(twin) and not fitact.revert(twin)
+    assert type(twin) is kind and vars(twin).keys() == vars(kind()).keys() and Registered.known == ["own"]
+    assert saved_bytes(model, WIDE) < saved_bytes(twin, WIDE) == before
 
 
 def test_a_forward_of_the_module_s_own() -> None:

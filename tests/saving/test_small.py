@@ -1,7 +1,5 @@
 """Masks and indices take few bytes: dropout's a bit an element, and gradients are PyTorch's own from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,16 +16,7 @@ from fitact.runtime.kernels import reference
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support.blocks import Of
-from tests.support.saving import (
-    both_ways,
-    cast,
-    differences,
-    observed,
-    pair,
-    precisions,
-    saving_less,
-    train,
-)
+from tests.support.saving import both_ways, cast, differences, observed, pair, precisions, saving_less, train
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1024, 1025, 8191, 8192, 8193, 9216, 9217, 20000, 24576]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -158,8 +147,7 @@ def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextMana
     "around", [nullcontext, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)], ids=["alone", "in hooks"]
 )
 def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]]) -> None:
-    x, w = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True)
-    found = []
+    x, w, found = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True), []
     for context in nullcontext(), saving():
         with around(), context:
             assert (x + x).sum(1, keepdim=True).is_sparse

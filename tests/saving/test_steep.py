@@ -1,7 +1,5 @@
 """What a logarithm, a root, an inverse or a quotient reads of a sigmoid is no code, which may be 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

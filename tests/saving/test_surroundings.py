@@ -4,12 +4,10 @@ A case does something with a model and returns what it saw. It must see the same
 is and of a converted one.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -121,15 +119,11 @@ def trained(of: Example, model: nn.Module) -> Any:
 ATTRIBUTES = {"negative_slope": 0.5, "beta": 3.0, "eps": 0.3, "alpha": 2.0, "approximate": "tanh"}
 
 
-def _changed(model: nn.Module) -> None:
+def attributes_between(of: Example, model: nn.Module) -> Any:
+    first = of.loss(model)
     for module in model.modules():
         for name in ATTRIBUTES.keys() & vars(module).keys():
             setattr(module, name, ATTRIBUTES[name])
-
-
-def attributes_between(of: Example, model: nn.Module) -> Any:
-    first = of.loss(model)
-    _changed(model)
     (first + of.loss(model)).backward()
     return gradients(model)
 
@@ -285,19 +279,10 @@ def moded(of: Example, model: nn.Module) -> Any:
 
 
 def threads(of: Example, model: nn.Module) -> Any:
-    found: dict[int, Any] = {}
     model.eval()  # the order in which threads draw is chance
     weight = next(one for one in model.parameters() if one.ndim >= 2)
-
-    def run(i: int) -> None:
-        found[i] = torch.autograd.grad(of.loss(model) * (i + 1), weight)[0]
-
-    running = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for one in running:
-        one.start()
-    for one in running:
-        one.join()
-    return found
+    with ThreadPoolExecutor(4) as pool:
+        return [*pool.map(lambda i: torch.autograd.grad(of.loss(model) * (i + 1), weight)[0], range(4))]
 
 
 def without_gradient(of: Example, model: nn.Module) -> Any:
