@@ -45,6 +45,7 @@ def bias(*shape: int) -> Tensor:
     return x.index_fill(-1, torch.tensor([1]), -torch.inf)
 
 
+attend = F.scaled_dot_product_attention
 CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]]] = {
     "bias": lambda: (tensors(), bias(), {}),
     "bias, dropout": lambda: (tensors(), bias(), {"dropout_p": 0.3}),
@@ -62,10 +63,6 @@ CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]
     "three dimensions": lambda: ([one[0] for one in tensors()], bias(ROWS, ROWS), {"dropout_p": 0.3}),
     "every other": lambda: ([torch.randn(BATCH, HEADS, ROWS, 2 * WIDTH)[..., ::2] for _ in "qkv"], bias(), {}),
 }
-
-
-def attend(*given: Any, **options: Any) -> Tensor:
-    return F.scaled_dot_product_attention(*given, **options)
 
 
 def compared(case: str, setting: str, frozen: str = "", call: Callable[..., Tensor] = attend, **given: Any) -> Any:
@@ -162,7 +159,7 @@ def test_what_is_wrong_pytorch_says(name: str) -> None:
     for context in (nullcontext(), fitact.saving()):
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
         with pytest.raises((RuntimeError, TypeError)) as raised, context, allowed:
-            F.scaled_dot_product_attention(**(given | WRONG[name]))
+            attend(**(given | WRONG[name]))
         messages.append((raised.type, str(raised.value)))
     assert messages[0] == messages[1]
 
@@ -173,7 +170,7 @@ def test_what_is_saved_if_it_runs_again() -> None:
     for mask, size in (None, 0), (torch.rand(2, 4, 64, 64) > 0.1, 2 * 4 * 64 * 64 // 8), (trained, trained.nbytes):
         q, k, v = (turned(2, 4, 64, 16).requires_grad_() * 1 for _ in "qkv")
         with count_saved(layer) as saved, fitact.saving(recompute_attention=True):
-            y = layer(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+            y = layer(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         del y
         assert saved.bytes == 3 * q.nbytes + size
 
@@ -181,7 +178,7 @@ def test_what_is_saved_if_it_runs_again() -> None:
 def attending(trained: bool = True) -> nn.Module:
     def call(m: Any, x: Tensor) -> Tensor:
         q, k, v = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
-        return x + m.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + m.o(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     return Of(call, qkv=nn.Linear(32, 96), o=nn.Linear(32, 32).requires_grad_(trained))
 
@@ -189,8 +186,7 @@ def attending(trained: bool = True) -> nn.Module:
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_run_once_in_a_pass(trained: bool) -> None:
     """Whoever reads the output; in two passes twice, with the same gradients and nothing held between them."""
-    model = attending(trained)
-    x = torch.randn(2, 8, 32, requires_grad=True)
+    model, x = attending(trained), torch.randn(2, 8, 32, requires_grad=True)
     with Operators() as expected:
         model(x).sin().sum().backward()
     with fitact.saving(recompute_attention=True):
@@ -205,9 +201,9 @@ def test_run_once_in_a_pass(trained: bool) -> None:
 
 @dtypes
 def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
-    models = [nn.Sequential(attending(), attending()).to(dtype) for _ in range(2)]
-    fitact.convert(models[1], recompute_attention=True)
-    before, after = peaks((models[0], models[1]), torch.randn(4, 64, 32).to(dtype).requires_grad_())
+    baseline, model = (nn.Sequential(attending(), attending()).to(dtype) for _ in range(2))
+    fitact.convert(model, recompute_attention=True)
+    before, after = peaks((baseline, model), torch.randn(4, 64, 32).to(dtype).requires_grad_())
     assert after < before
 
 
@@ -218,7 +214,7 @@ def test_second_derivative_if_it_runs_again() -> None:
         torch.manual_seed(0)
         q, k, v = (turned(1, 2, 4, 8).requires_grad_() for _ in "qkv")
         with context, sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(q, k, v)
+            y = attend(q, k, v)
         (first,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
         found.append([first, *torch.autograd.grad(first.square().sum(), (q, k, v))])
     assert torch.equal(*(one[0] for one in found))
@@ -318,10 +314,6 @@ def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -
         weights = WEIGH[weigh](m.q(x) @ m.k(x).transpose(-1, -2) * 0.25)
         return m.o(weights.to(x.dtype) @ m.v(x))
 
-    x, wide = torch.randn(3, 5, 16), torch.randn(2, 200, 16)
-
-    def make() -> nn.Module:
-        return Of(call, **{name: nn.Linear(16, 16) for name in "qkvo"})
-
-    before, after = saving.saving_less(make, x, wide, dtype=dtype, autocast=autocast)
+    x, wide, layers = torch.randn(3, 5, 16), torch.randn(2, 200, 16), {name: nn.Linear(16, 16) for name in "qkvo"}
+    before, after = saving.saving_less(lambda: Of(call, **layers), x, wide, dtype=dtype, autocast=autocast)
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)

@@ -88,7 +88,7 @@ def still_there(model: nn.Module, x: Tensor) -> int:
     outputs: list[StorageWeakRef] = []
     found: list[bool] = []
 
-    def note(_module: nn.Module, _args: object, y: Tensor) -> None:
+    def note(_: nn.Module, __: object, y: Tensor) -> None:
         outputs.append(StorageWeakRef(y.untyped_storage()))
 
     for module in model.modules():

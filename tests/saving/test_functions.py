@@ -1,9 +1,8 @@
 """Functions of others whose outputs are recomputed: Liger's, which no mode sees, and fitact's generated ones."""
 
 import gc
-import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
 from fitact.codegen import bundle
+from fitact.codegen.generate import generate
 from fitact.generated.swish_beta_recompute import SwishBetaRecompute
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.storage import Stored
@@ -25,6 +25,7 @@ from tests.support.around import AROUND
 from tests.support.blocks import Of
 from tests.support.generated import same, sizes
 from tests.support.learned import recomputed
+from tests.support.package import load
 from tests.support.saving import agree
 
 
@@ -246,21 +247,11 @@ def test_convolutions(layout: torch.memory_format) -> None:
     assert all(map(same, found, torch.autograd.grad(model(x).sum(), [*model.parameters()])))
 
 
-@pytest.fixture
-def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for path, text in bundle.plan([recomputed("swish_beta", "alone")]).items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("alone").Alone()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "alone"]:
-        del sys.modules[name]
-
-
-def test_a_standalone_folder(standalone: nn.Module) -> None:
+def test_a_standalone_folder(tmp_path: Path) -> None:
     """Its outputs are found too, and recomputed by an op of its own."""
-    model, x = mlp(standalone), torch.randn(ROWS, 16) * 3
+    generate(bundle.plan([recomputed("swish_beta", "alone")]), tmp_path, prune=False, layout=bundle.STANDALONE)
+    model, x = mlp(load(tmp_path / "alone", "alone").Alone()), torch.randn(ROWS, 16) * 3
     with count_saved(model) as saved, saving():
         model(x)
     assert sizes(saved) == sorted([x.nbytes, 4 * ROWS * 32])
-    agree(lambda: mlp(standalone), x=x)
+    agree(lambda: model, x=x)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import fitact
@@ -60,18 +61,16 @@ def offloaded(model: Any, x: Tensor) -> Any:
 def gathered(backward: bool, model: Any, x: Tensor) -> Any:
     """Hold outputs of modules without what made them, as users do who gather hidden states, or after backward."""
     held: list[Tensor] = []
-    recomputed = [module for module in model.modules() if type(module).__name__ in ("GELU", "Of", "LayerNorm")]
-    hooks = [
-        module.register_forward_hook(lambda _, __, y: held.append(y if backward else y.detach()))
-        for module in recomputed
-    ]
-    y = model(x)
-    for hook in hooks:
-        hook.remove()
+
+    def note(module: nn.Module, _: Any, y: Tensor) -> None:
+        if type(module).__name__ in ("GELU", "Of", "LayerNorm"):  # which are recomputed
+            held.append(y if backward else y.detach())
+
+    with register_module_forward_hook(note):
+        y = model(x)
     if backward:
         saving.loss_of(y).backward()
-        return held, y
-    return held
+    return (held, y) if backward else held
 
 
 def asked(model: Any, x: Tensor) -> Any:
@@ -91,22 +90,24 @@ HELD: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def living(model: nn.Module, held: str) -> Iterator[set[str]]:
-    """Yield the modules whose outputs live while something of a step is held, and those afterwards."""
+def living(model: nn.Module, held: str) -> tuple[set[str], set[str]]:
+    """Return the modules whose outputs live while something of a step is held, and those afterwards."""
     storages: list[tuple[str, Any]] = []
+    names = {module: name for name, module in model.named_modules() if name}
 
-    def note(name: str, _: Any, __: Any, y: Tensor) -> None:
-        storages.append((name, weakref.ref(y.untyped_storage())))
+    def note(module: nn.Module, _: Any, y: Tensor) -> None:
+        if module in names:
+            storages.append((names[module], weakref.ref(y.untyped_storage())))
 
-    hooks = [one.register_forward_hook(partial(note, name)) for name, one in model.named_modules() if name]
-    hold = HELD[held](model, X.clone().requires_grad_())
-    for hook in hooks:
-        hook.remove()
-    gc.collect()
-    yield {name for name, storage in storages if storage() is not None}
+    def found() -> set[str]:
+        gc.collect()
+        return {name for name, storage in storages if storage() is not None}
+
+    with register_module_forward_hook(note):
+        hold = HELD[held](model, X.clone().requires_grad_())
+    now = found()
     del hold
-    gc.collect()
-    yield {name for name, storage in storages if storage() is not None}  # PyTorch's hooks may never let go of it
+    return now, found()  # PyTorch's hooks may never let go of it
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -348,27 +349,23 @@ PRODUCTS: list[Callable[[Tensor, Tensor], Tensor]] = [
 @precisions
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products(product: Callable[..., Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    def make() -> nn.Module:
-        parts = {"fc1": nn.Linear(16, WIDE), "weight": nn.Parameter(torch.randn(WIDE, WIDE))}
-        return Of(lambda m, x: product(F.gelu(m.fc1(x)), m.weight), **parts)
-
-    before, after = saving_less(make, dtype=dtype, autocast=autocast)
+    parts = {"fc1": nn.Linear(16, WIDE), "weight": nn.Parameter(torch.randn(WIDE, WIDE))}
+    model = Of(lambda m, x: product(F.gelu(m.fc1(x)), m.weight), **parts)
+    before, after = saving_less(lambda: model, dtype=dtype, autocast=autocast)
     assert after <= before
-
-
-def scaled() -> nn.Module:
-    """Return a residual block, whose output can be recomputed from its input and so from all blocks before."""
-    parts = {"layer": nn.Linear(16, 16), "scale": nn.Parameter(torch.full((16,), 0.1))}
-    return Of(lambda m, x: x + m.layer(x) * m.scale, **parts)
 
 
 @pytest.mark.parametrize("count", [3, 60, pytest.param(250, marks=pytest.mark.full)])
 def test_chains(count: int) -> None:
-    """A chain is recomputed in parts, so that none is too long for Python's stack."""
+    """Residual blocks can be recomputed from all before: in parts, so that none is too long for Python's stack."""
+
+    def block() -> nn.Module:
+        scale = nn.Parameter(torch.full((16,), 0.1))
+        return Of(lambda m, x: x + m.layer(x) * m.scale, layer=nn.Linear(16, 16), scale=scale)
 
     def make() -> nn.Module:
-        chain = (scaled() for _ in range(count))
-        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), *chain, nn.Linear(16, 16))
+        blocks = (block() for _ in range(count))
+        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), *blocks, nn.Linear(16, 16))
 
     wide = torch.randn(32, 16, 16)
     before, after = saving_less(make, wide=wide)
@@ -377,30 +374,25 @@ def test_chains(count: int) -> None:
     assert after <= before
 
 
-def frozen(model: nn.Sequential, *places: int) -> nn.Sequential:
-    for place in places:
+def mlp(first: int = 0, frozen: tuple[int, ...] = ()) -> nn.Sequential:
+    before = (nn.Linear(16, 16) for _ in range(first))
+    model = nn.Sequential(*before, nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    for place in frozen:
         model[place].requires_grad_(False)
     return model
-
-
-def readers() -> nn.Module:
-    """Return layers that read a tensor, which autocast casts once for all if it is a leaf."""
-    parts = {name: nn.Linear(16, 16) for name in "qkv"}
-    return Of(lambda m, x: m.v(F.gelu(m.q(x)) * m.k(x)) + m.v(x), **parts)
-
-
-def mlp(*first: nn.Module) -> nn.Sequential:
-    return nn.Sequential(*first, nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
 
 CAST: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "without a norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)),
-    "frozen first": lambda: frozen(mlp(nn.Linear(16, 16)), 2),
-    "frozen last": lambda: frozen(mlp(), 3),
-    "all but one frozen": lambda: frozen(mlp(nn.Linear(16, 16), nn.Linear(16, 16)), 1, 3),
+    "frozen first": partial(mlp, 1, (2,)),
+    "frozen last": partial(mlp, 0, (3,)),
+    "all but one frozen": partial(mlp, 2, (1, 3)),
     "tied": lambda: nn.Sequential(nn.LayerNorm(16), *[nn.Linear(16, 16), nn.GELU()] * 2),
-    "readers": readers,
+    # PyTorch casts a leaf once for all of its readers.
+    "readers": lambda: Of(
+        lambda m, x: m.v(F.gelu(m.q(x)) * m.k(x)) + m.v(x), **{name: nn.Linear(16, 16) for name in "qkv"}
+    ),
     "convolutions": lambda: nn.Sequential(
         nn.Conv1d(5, 16, 1), nn.GroupNorm(4, 16), nn.GELU(), nn.Conv1d(16, 16, 1), nn.Conv1d(16, 16, 1)
     ),

@@ -25,25 +25,20 @@ from tests.support.rows import full
 from tests.support.saving import HALF, differences, gradients, loss_of, observed, stepped
 
 CPU = torch.device("cpu")
-FAST, SLOW = 1e9, 1e3  # bytes a second; a module of a `Model` takes one
+FAST, SLOW = 1e9, 1e3  # bytes a second
 WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
 SIZE = WIDE.nbytes
 BYTES = 3 * SIZE
 
 
-class Model(nn.Module):
-    def __init__(self, link: SimulatedLink | None = None, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(p=0.1) for _ in range(depth))
-        for module in self.layers.modules() if link else ():
-            if not [*module.children()]:
-                module.register_forward_hook(lambda *_: link.compute(1))
-                module.register_full_backward_pre_hook(lambda *_: link.compute(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack(link: SimulatedLink | None = None, depth: int = 3) -> nn.Sequential:
+    """Return layers whose modules take a second each."""
+    model = nn.Sequential(*(Layer(p=0.1) for _ in range(depth)))
+    for module in model.modules() if link else ():
+        if not [*module.children()]:
+            module.register_forward_hook(lambda *_: link.compute(1))
+            module.register_full_backward_pre_hook(lambda *_: link.compute(1))
+    return model
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ GRADIENTS = list(product(("exact", "rounding"), ("all", True, 0.5, BYTES), (FAST
 @pytest.mark.parametrize(("error", "amount", "bandwidth", "dtype"), full(GRADIENTS, GRADIENTS[::5]))
 def test_gradients(links: Any, error: str, amount: Any, bandwidth: float, dtype: Any) -> None:
     link = links(bandwidth)
-    model = Model(link)
+    model = stack(link)
     expected = step(model, saving(error), dtype=dtype)
     assert not link.log
     assert not differences(expected, step(model, saving(error, offload=amount), dtype=dtype))
@@ -102,7 +97,7 @@ def test_order(links: Any) -> None:
         return made
 
     link.to_device = counted
-    step(Model(link), saving(offload="all"))
+    step(stack(link), saving(offload="all"))
     names, sizes = zip(*link.log, strict=True)
     went, came = names.count("to host"), names.count("to device")
     assert [*names] == ["to host"] * went + ["to device"] * came
@@ -115,7 +110,7 @@ def test_order(links: Any) -> None:
 def test_a_share_is_one_of_each_context(links: Any) -> None:
     """So all steps, and all modules that have contexts of their own, send the same."""
     link = links(FAST)
-    model, logs = Model(), []
+    model, logs = stack(), []
     for _ in range(3):
         step(model, saving(offload=0.37))
         logs.append([*link.log])
@@ -126,7 +121,7 @@ def test_a_share_is_one_of_each_context(links: Any) -> None:
 def test_a_slow_link(links: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed waits, and no more than DEPTH copies run, with the newest memory beside them."""
     link, there = links(SLOW), list[int]()
-    model, send = Model(link), Offload._send
+    model, send = stack(link), Offload._send
 
     def counted(self: Offload) -> None:
         send(self)
@@ -140,7 +135,7 @@ def test_a_slow_link(links: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sent(link: SimulatedLink, depth: int, error: str = "exact", amount: Any = "all") -> int:
     """Return the bytes that a step sends to the host."""
-    step(Model(link, depth), saving(error, offload=amount))
+    step(stack(link, depth), saving(error, offload=amount))
     return sum(size for name, size in link.log if name == "to host")
 
 
@@ -168,7 +163,7 @@ def test_share(links: Any, share: float) -> None:
 def test_fifty_steps(links: Any) -> None:
     """Nothing grows, and no more lies on the host than was said."""
     link = links(FAST)
-    model, made, lengths = Model(link, depth=2), the(BYTES), set[int]()
+    model, made, lengths = stack(link, depth=2), the(BYTES), set[int]()
     first = step(model, saving(offload=BYTES))
     for _ in range(49):
         link.log.clear()
@@ -181,8 +176,8 @@ def test_fifty_steps(links: Any) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("bandwidth", [FAST, SLOW])
 def test_an_exception_leaves_nothing_behind(links: Any, where: str, bandwidth: float) -> None:
-    model = Model(links(bandwidth))
-    layer = model.layers[1]
+    model = stack(links(bandwidth))
+    layer = model[1]
     register = layer.register_forward_hook if where == "forward" else layer.register_full_backward_hook
     with register(lambda *_: 1 / 0):
         for _ in range(3):
@@ -195,7 +190,7 @@ def test_an_exception_leaves_nothing_behind(links: Any, where: str, bandwidth: f
 @pytest.mark.parametrize("around", ["accumulated", "retained", "partial", "threaded", "checkpoint"])
 def test_what_users_do(links: Any, around: str) -> None:
     """A converted model's forward offloads, but what a checkpoint around it drops; gradients are PyTorch's."""
-    link, model = links(FAST), Model()
+    link, model = links(FAST), stack()
     expected = observed(model, AROUND[around], WIDE)
     fitact.convert(model, offload="all")
     model.zero_grad()
@@ -205,7 +200,7 @@ def test_what_users_do(links: Any, around: str) -> None:
 
 def test_a_part_of_a_graph_and_an_older_graph(links: Any) -> None:
     """What came ahead for a partial backward is gone after it; the older graph is read first."""
-    link, model, results = links(FAST), Model(), []
+    link, model, results = links(FAST), stack(), []
     for context in (nullcontext(), saving(offload="all")):
         model.zero_grad()
         torch.manual_seed(1)
@@ -213,7 +208,7 @@ def test_a_part_of_a_graph_and_an_older_graph(links: Any) -> None:
         for factor in (1, 2):
             with context:
                 losses.append(loss_of(model(WIDE * factor)))
-        (part,) = torch.autograd.grad(losses[1], model.layers[2].down.weight, retain_graph=True)
+        (part,) = torch.autograd.grad(losses[1], model[2].down.weight, retain_graph=True)
         assert not link.alive("to device")
         while losses:
             losses.pop(0).backward()
@@ -266,7 +261,7 @@ def test_a_change_that_pytorch_forbids(links: Any, error: str, later: int | None
 
 
 def test_hooks(links: Any) -> None:
-    link, model, results = links(FAST), Model(), []
+    link, model, results = links(FAST), stack(), []
     pairs = fitact.hooks(None, offload="all"), fitact.hooks(8), fitact.hooks(8, offload="all")
     for context in (nullcontext(), *(saved_tensors_hooks(*pair) for pair in pairs)):
         results.append((step(model, context), sum(size for _, size in link.log)))
@@ -278,7 +273,7 @@ def test_hooks(links: Any) -> None:
 
 def each(check: Callable[..., Tensor], **given: Any) -> Callable[[Any, Tensor], Tensor]:
     """Return a run of a model with a checkpoint of each layer."""
-    return lambda model, x: reduce(lambda x, layer: check(layer, x, **given), model.layers, x)
+    return lambda model, x: reduce(lambda x, layer: check(layer, x, **given), model, x)
 
 
 EACH = each(checkpoint, use_reentrant=False)
@@ -288,7 +283,7 @@ EACH = each(checkpoint, use_reentrant=False)
 def test_checkpoints(links: Any, error: str) -> None:
     """Inputs of blocks go, but for the last ones; each comes back while the block after it runs again."""
     link = links(FAST)
-    model = Model(link, depth=8)
+    model = stack(link, depth=8)
     expected = stepped(model, WIDE, EACH if error == "exact" else each(fitact.checkpoint, error=error))
     assert not link.log
     sent_away = stepped(model, WIDE, each(fitact.checkpoint, error=error, offload="all"))
@@ -299,7 +294,7 @@ def test_checkpoints(links: Any, error: str) -> None:
 
 
 def test_pytorchs_checkpoints_inside(links: Any) -> None:
-    link, model = links(FAST), Model(depth=6)
+    link, model = links(FAST), stack(depth=6)
     expected = stepped(model, WIDE, EACH)
     assert not differences(expected, stepped(model, WIDE, EACH, saving(offload="all")))
     assert [name for name, _ in link.log] == ["to host"] * 5 + ["to device"] * 3
@@ -318,7 +313,7 @@ def test_leaves_and_small_tensors_stay(links: Any) -> None:
 def test_without_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and gradients as without offloading; below a MiB nothing would move, so nothing is said."""
     monkeypatch.setattr(offload, "_made", offload._Made())
-    model = Model()
+    model = stack()
     expected = step(model, saving())
     assert not differences(expected, step(model, saving(offload="all")))
     wide = torch.cat([WIDE] * 8)

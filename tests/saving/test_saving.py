@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call, grad
 
 import fitact
@@ -51,20 +52,13 @@ def test_compiled() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_compiled_alone() -> None:
     """Alone, at most the activation is compiled, since PyTorch 2.14; nothing around it is compiled with it."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
     torch._dynamo.reset()
-    baseline, model = pair(MODELS["gate"])
+    counter, (baseline, model) = CompileCounter(), pair(MODELS["gate"])
     for one, context in (baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()):
-        one.act.compile(backend=backend)
+        one.act.compile(backend=counter)
         with context:
             train(one, X.clone().requires_grad_())
-    calls = [[node.op for node in graph.graph.nodes].count("call_function") for graph in graphs]
-    assert calls in ([], [1, 1])
+    assert (counter.frame_count, counter.op_count) in ((0, 0), (2, 2))
 
 
 def test_nested_as_a_decorator_and_left_by_an_exception() -> None:
@@ -151,9 +145,8 @@ def test_reading_a_parametrized_weight_changes_it(inputs: Tensor | None, spectra
 
     baseline, model = make(), make()
     fitact.convert(model, error="exact", example_inputs=inputs)
-    expected, found = baseline.state_dict(), model.state_dict()
-    assert any(key.endswith("_u") for key in expected)
-    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    assert any(key.endswith("_u") for key in baseline.state_dict())
+    assert not differences(baseline.state_dict(), model.state_dict())
     assert not differences(*(observed(one, train, X) for one in (baseline, model)))
 
 
