@@ -265,10 +265,8 @@ def call(name: str, model: Any, x: Tensor) -> Tensor:
 def test_models(name: str, setting: str) -> None:
     """The same bits; less is saved than by selective checkpointing."""
     dtype, autocast = saving.SETTINGS[setting]
-    run = partial(call, name)
-    models = agree(
-        partial(model_of, name), lambda one, x: saving.train(one, x, run), torch.randn(2, 8, 48), dtype, autocast
-    )
+    make, run = partial(model_of, name), partial(call, name)
+    models = agree(make, partial(saving.train, call=run), torch.randn(2, 8, 48), dtype, autocast)
     wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
     blocks = [one for one in models[0].modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):

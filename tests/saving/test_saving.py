@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call, grad
 
 import fitact
@@ -23,7 +24,7 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.context import baseline
 from fitact.runtime.saving.modules import attach, attaching
 from tests.support import saving
-from tests.support.blocks import CALLS, MLP, MODELS, Read
+from tests.support.blocks import CALLS, MLP, MODELS, Of, Read
 from tests.support.saving import X, differences, observed, pair, saved_bytes, train
 
 WIDE = torch.randn(64, 16, 16)
@@ -193,6 +194,46 @@ def test_what_is_quantised(name: str) -> None:
         assert (a - b).norm() <= 0.02 * a.norm()
     bits, scales = y.numel(), 5 * 64
     assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
+
+
+# What a logarithm, a root, an inverse or a quotient reads of a sigmoid.
+STEEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": lambda x: torch.log(torch.sigmoid(x)),
+    "of a part": lambda x: (lambda s: torch.cat([torch.log(s[:, :128]), s[:, 128:]], 1))(torch.sigmoid(x)),
+    "and a product": lambda x: (lambda s: (s * x) * torch.log(s))(torch.sigmoid(x)),
+    "in place": lambda x: torch.sigmoid(x).add(0).sqrt_(),
+    "sqrt": lambda x: torch.sqrt(torch.sigmoid(x)),
+    "rsqrt": lambda x: torch.rsqrt(torch.sigmoid(x)),
+    "inverse": lambda x: 1 / torch.sigmoid(x),
+    "inverse as a power": lambda x: (x * x + 0.5) ** -1,
+    "power": lambda x: torch.sigmoid(x) ** 0.3,
+    "quotient": lambda x: torch.tanh(x) / (torch.sigmoid(x) + 0.01),
+    "two": lambda x: torch.log(torch.sigmoid(x) + 1e-8) + torch.log(1 - torch.sigmoid(x) + 1e-8),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("error", "most"), [("rounding", 0.03), ("coarse", 0.14)])
+@pytest.mark.parametrize("name", STEEP)
+def test_what_is_steep_reads_no_code(name: str, error: str, most: float, outside: bool) -> None:
+    """Of a residual layer with large numbers before its activation: a code of a sigmoid may be 0."""
+    up, x = nn.Linear(64, 256), torch.randn(256, 64)
+    up.weight.data.mul_(6)
+    model = Of(lambda m, x: x + m.down(STEEP[name](m.up(x))), up=up, down=nn.Linear(256, 64))
+    gradients, sizes = [], []
+    for context in (nullcontext(), fitact.saving(error)):
+        hooks = saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
+        with count_saved(model) as saved, hooks if outside else nullcontext(), context:
+            y = model(x)
+        sizes.append(saved.bytes)
+        found = [torch.autograd.grad(y.square().sum(), [*model.parameters()], retain_graph=True) for _ in range(2)]
+        once, again = (torch.cat([one.flatten() for one in each]) for each in found)
+        assert torch.equal(once, again)
+        gradients.append(once)
+    expected, gradient = gradients
+    assert expected.isfinite().all()
+    assert (gradient - expected).norm() <= most * expected.norm()
+    assert outside or sizes[1] < sizes[0]
 
 
 @pytest.mark.parametrize("two", [lambda f, h: f(h, 2), lambda f, h: f(2, h), lambda f, h: f(h, h)], ids="hlb")
