@@ -19,6 +19,7 @@ import fitact
 from fitact.runtime.measure import Meter, count_saved
 from tests.support import blocks, saving
 from tests.support.blocks import BY_HAND, MLP, MODELS, SMALL, UNITS, WIDE, Of, Read
+from tests.support.rows import full
 from tests.support.saving import HALF, X, agree, pair, peaks, precisions, saving_less, train
 
 quiet = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # PyTorch's own
@@ -42,7 +43,7 @@ def test_gradients_and_bytes(name: str, dtype: torch.dtype, autocast: torch.dtyp
         assert after < before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", full([torch.float32, HALF], [torch.float32]))
 @pytest.mark.parametrize("name", SMALL)
 def test_peak(name: str, dtype: torch.dtype) -> None:
     """Not even a single block of modules takes more, although it recomputes while its gradients are there."""
@@ -410,15 +411,12 @@ def test_a_weight_that_changes_is_noticed() -> None:
     _, model = pair(mlp)
     with saving.cast(HALF):
         y = model(X)
-    with torch.no_grad():
-        model[3].weight.add_(1)
+    model[3].weight.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-@pytest.mark.parametrize(
-    "onto", [torch.zeros_like, lambda x: x * 2, lambda x: (x * 2)[:, :]], ids=["zeros", "another's", "a view"]
-)
+@pytest.mark.parametrize("onto", [torch.zeros_like, lambda x: x * 2, lambda x: (x * 2)[:, :]])
 def test_rows_that_are_added_are_not_saved(onto: Callable[[Tensor], Tensor]) -> None:
     def call(m: Any, x: Tensor) -> Tensor:
         index = torch.arange(len(x)).flip(0) // 2
@@ -460,10 +458,7 @@ def changing(kind: Callable[[], nn.Module], what: str, when: str, frozen: bool) 
 
 
 @quiet
-@pytest.mark.parametrize(
-    "setting",
-    ["float32", "float64", *(pytest.param(one, marks=pytest.mark.full) for one in ("bfloat16", "autocast"))],
-)
+@pytest.mark.parametrize("setting", full(("float32", "float64", "bfloat16", "autocast"), ("float32", "float64")))
 @pytest.mark.parametrize("what", ["a", "y", "parameter", "bias", "mean", "reader"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_in_place(kind: str, what: str, setting: str) -> None:
@@ -484,8 +479,7 @@ def test_detached_readers_do_not_keep_their_weight() -> None:
 
     def step(model: Any, x: Tensor) -> None:
         y = model(x)
-        with torch.no_grad():
-            model.fc2.weight.mul_(0.5)
+        model.fc2.weight.detach().mul_(0.5)
         y.square().sum().backward()
 
     agree(partial(Read, lambda model, x, y: model.fc2(y.detach())), step)

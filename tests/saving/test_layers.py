@@ -16,7 +16,7 @@ from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import CONVOLUTIONS, UNITS, Gemma, Of, RMSNorm, unit
 from tests.support.blocks import IMAGES as X
 from tests.support.rows import full
-from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, precisions, saves, saving_less
+from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, saving_less
 
 SLOPES = nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(inplace=True), nn.LeakyReLU(), nn.LeakyReLU(inplace=True)
 
@@ -207,21 +207,6 @@ def test_sums_under_norms(name: str, place: int, precision: str) -> None:
     wide = torch.randn(32, 128, WIDTH)
     before, after = saving_less(partial(stack, make), wide=wide, dtype=dtype, autocast=autocast)
     assert after <= most[place] * wide.numel() < before
-
-
-@precisions
-def test_repeated_keys_and_values(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    def call(m: Any, x: Tensor) -> Tensor:
-        q = m.q(x).view(len(x), -1, 4, 8).transpose(1, 2)
-        k, v = (layer(x).view(len(x), -1, 2, 8).transpose(1, 2) for layer in (m.k, m.v))
-        k = k * torch.linspace(0.5, 1, 8, dtype=m.k.weight.dtype)
-        k, v = (one[:, :, None].expand(-1, -1, 2, -1, -1).reshape(len(x), 4, -1, 8) for one in (k, v))
-        return F.softmax(q @ k.transpose(2, 3), -1) @ v
-
-    layers = {name: nn.Linear(WIDTH, size) for name, size in {"q": 32, "k": 16, "v": 16}.items()}
-    x, wide = torch.ones(2, 6, WIDTH), torch.randn(2, 64, WIDTH)
-    before, after = saving_less(lambda: Of(call, **layers), x, wide, dtype=dtype, autocast=autocast)
-    assert before - after >= 2 * 2 * 64 * (32 - 16) * (autocast or dtype).itemsize
 
 
 def centred() -> nn.Module:

@@ -124,8 +124,7 @@ def test_casts_of_weights_are_never_made_again() -> None:
         layer, x = nn.Linear(64, 64), torch.randn(4, 64, requires_grad=True)
         with cast(HALF):
             layer(x)
-            with torch.no_grad():
-                layer.weight.mul_(2)
+            layer.weight.detach().mul_(2)
             with saved_tensors_hooks(*pair) if pair else cast(HALF):
                 y = layer(x)
         y.sum().backward()
@@ -139,15 +138,13 @@ def test_changed_in_place() -> None:
     with pair:
         hidden = x * 2
         y = hidden.exp().square()
-    with torch.no_grad():
-        hidden.exp_()
+    hidden.detach().exp_()
     y.sum().backward()
     for context, call in ((pair, torch.square), (nullcontext(), partial(fitact.checkpoint, torch.square))):
         with context:
             hidden = x * 2
             y = call(hidden)
-        with torch.no_grad():
-            hidden.add_(1)
+        hidden.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 
