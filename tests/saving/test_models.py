@@ -27,8 +27,7 @@ from tests.support.saving import HALF, PRECISIONS, cast, differences, gradients
 SHARES = {
     "bert": (0.61, 0.60, 0.48),
     "gpt2": (0.39, 0.38, 0.36),
-    "llama": (0.53, 0.48, 0.41),
-    "mistral": (0.53, 0.48, 0.41),
+    **dict.fromkeys(("llama", "mistral"), (0.53, 0.48, 0.41)),
     "t5": (0.50, 0.42, 0.39),
     "phi3": (0.54, 0.49, 0.45),
     "gemma2": (0.47, 0.36, 0.34),
