@@ -23,6 +23,8 @@ from fitact.runtime.saving.storage import Bits, Quantised
 from tests.support.blocks import Layer
 from tests.support.saving import HALF, cast, differences, gradients, loss_of, stepped
 
+from .test_freed import CALLS
+
 WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
 # How far gradients are off with 8 bits: one rounding of 0.5 % for each of a few tensors.
 LEAST, MOST = 5e-4, 8e-3
@@ -65,17 +67,10 @@ class Seen(saved_tensors_hooks):
         return sum(part.value().nbytes for one in self.quantised for part in one.sources)
 
 
-WAYS: dict[str, Call] = {
-    "plain": Layer.__call__,
-    "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
-    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", CALLS)
 def test_gradient(way: str) -> None:
     """Queries, keys and values are views of one tensor; nothing that an operation saved twice is coded twice."""
-    seen, call = Seen(), WAYS[way]
+    seen, call = Seen(), CALLS[way]
     first = step(Layer(), call, seen)
     # The input of a checkpoint; else of 2 readers of attention's output, 3 of q, k and v
     readers = [1, 1, 1, 1, 1, 1, 2, 3] if way == "plain" else [1]
@@ -277,14 +272,13 @@ def test_a_checkpoint_inside_of_another(outside: str) -> None:
 def test_a_checkpoint_inside_of_saving() -> None:
     layer = Layer()
 
-    def call(context: Any, check: Any, layer: Layer, x: Tensor) -> Tensor:
-        with context:
-            return check(layer, layer(x).sin()).cos()
+    def call(check: Any, layer: Layer, x: Tensor) -> Tensor:
+        return check(layer, layer(x).sin()).cos()
 
-    expected = step(layer, partial(call, nullcontext(), partial(checkpoint, use_reentrant=False)))
-    exact = partial(fitact.checkpoint, error="exact")
-    assert not differences(expected, step(layer, partial(call, fitact.saving(), exact)))
-    assert differences(expected, step(layer, partial(call, fitact.saving(), fitact.checkpoint)))
+    expected = step(layer, partial(call, partial(checkpoint, use_reentrant=False)))
+    exact = partial(call, partial(fitact.checkpoint, error="exact"))
+    assert not differences(expected, step(layer, exact, fitact.saving()))
+    assert differences(expected, step(layer, partial(call, fitact.checkpoint), fitact.saving()))
 
 
 @pytest.fixture
@@ -306,10 +300,7 @@ def regions(remat: Any, **options: Any) -> Call:
             x = x + y
         return x
 
-    def call(block: Layer, x: Tensor) -> Tensor:
-        return remat.checkpoint(region_name="block", **options)(forward)(block, x)
-
-    return call
+    return remat.checkpoint(region_name="block", **options)(forward)
 
 
 def test_in_torch_remat(remat: Any) -> None:
@@ -321,12 +312,7 @@ def test_in_torch_remat(remat: Any) -> None:
     for tensor, stored in seen.packed:
         assert (type(stored) is Reading) == (tensor.numel() >= 4096 and tuple(tensor.shape) not in own)
     around = Seen()
-
-    def call(block: Layer, x: Tensor) -> Tensor:
-        with remat.saved_tensors_hooks(around.pack, around.unpack):
-            return regions(remat)(block, x)
-
-    assert LEAST < off(call) < MOST
+    assert LEAST < off(regions(remat), context=remat.saved_tensors_hooks(around.pack, around.unpack)) < MOST
     assert around.bytes() == seen.bytes() > 0
 
 
