@@ -32,7 +32,7 @@ from tests.support.around import AROUND
 from tests.support.blocks import IMAGES, MLP, UNITS, Attention, Of, RMSNorm, hand, repeated
 from tests.support.models import inputs_of, made
 from tests.support.rows import full
-from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, saved_bytes_of
+from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, pair, saved_bytes_of
 
 from .test_models import SHARES
 
@@ -100,10 +100,7 @@ def subject(name: str) -> Example:
 
 @cache
 def _pair(name: str) -> tuple[nn.Module, nn.Module]:
-    baseline = subject(name).make()
-    model = copy.deepcopy(baseline)
-    fitact.convert(model)
-    return baseline, model
+    return pair(subject(name).make)
 
 
 Case = Callable[[Example, nn.Module], Any]
