@@ -60,24 +60,12 @@ def test_what_is_saved_is_seen_and_backward_uses_it() -> None:
     torch.testing.assert_close(second, -2 * y * (1 - y * y))
 
 
-def counted(model: nn.Module, x: Tensor) -> None:
-    with count_saved(model, detail=True):
-        model(x)
-
-
-def converted(**given: Any) -> Callable[[nn.Module, Tensor], None]:
-    def convert(model: nn.Module, x: Tensor) -> None:
-        fitact.convert(model, **given, example_inputs=x)
-        fitact.revert(model)
-
-    return convert
-
-
-MEASURING: dict[str, Callable[[nn.Module, Tensor], None]] = {
-    "count_saved": counted,
-    "fewbit": converted(method="fewbit"),
-    "coarse": converted(error="coarse", gradients=True),
-    "plan": lambda model, x: print(fitact.plan(model, gib=1, example_inputs=x, front=False)),
+COARSE = {"error": "coarse", "gradients": True}
+MEASURING: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "count_saved": lambda model, x: count_saved(model, detail=True)(model)(x),
+    "fewbit": lambda model, x: (fitact.convert(model, "fewbit", example_inputs=x), fitact.revert(model)),
+    "coarse": lambda model, x: (fitact.convert(model, **COARSE, example_inputs=x), fitact.revert(model)),
+    "plan": lambda model, x: fitact.plan(model, gib=1, example_inputs=x, front=False),
 }
 
 

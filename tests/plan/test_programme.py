@@ -34,9 +34,8 @@ def everything(given: list[Stage]) -> list[tuple[int, float, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, 2, 6, 7, 19]
-)  # the last three tell the sum of times from that of their roots
+# The last three seeds tell the sum of times from that of their roots.
+@pytest.mark.parametrize("seed", [0, 1, 2, 6, 7, 19])
 @pytest.mark.parametrize("counts", [(5,), (1, 2, 1, 1)])
 def test_the_optimum_is_that_of_brute_force(seed: int, counts: tuple[int, ...]) -> None:
     given = stages(seed, counts, 3)

@@ -1,8 +1,7 @@
 """Attention that is not fused, by PyTorch or by models: the same bits, and less is saved."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,34 +13,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fitact
-from fitact import saving
 from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support import saving
 from tests.support.around import AROUND
 from tests.support.blocks import Of
 from tests.support.models import FAMILIES, MORE, TEXT
-from tests.support.saving import (
-    HALF,
-    SETTINGS,
-    Operators,
-    agree,
-    both_ways,
-    cast,
-    differences,
-    observed,
-    pair,
-    peaks,
-    precisions,
-    saved_bytes_of,
-    saving_less,
-    train,
-)
+from tests.support.saving import HALF, Operators, agree, both_ways, cast, observed, peaks
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 6, 8
-DTYPES = SETTINGS | {"autocast of halves": (HALF, torch.float16)}
+DTYPES = saving.SETTINGS | {"autocast of halves": (HALF, torch.float16)}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 
 
@@ -61,6 +45,7 @@ def bias(*shape: int) -> Tensor:
     return x.index_fill(-1, torch.tensor([1]), -torch.inf)
 
 
+attend = F.scaled_dot_product_attention
 CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]]] = {
     "bias": lambda: (tensors(), bias(), {}),
     "bias, dropout": lambda: (tensors(), bias(), {"dropout_p": 0.3}),
@@ -78,10 +63,6 @@ CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]
     "three dimensions": lambda: ([one[0] for one in tensors()], bias(ROWS, ROWS), {"dropout_p": 0.3}),
     "every other": lambda: ([torch.randn(BATCH, HEADS, ROWS, 2 * WIDTH)[..., ::2] for _ in "qkv"], bias(), {}),
 }
-
-
-def attend(*given: Any, **options: Any) -> Tensor:
-    return F.scaled_dot_product_attention(*given, **options)
 
 
 def compared(case: str, setting: str, frozen: str = "", call: Callable[..., Tensor] = attend, **given: Any) -> Any:
@@ -104,17 +85,17 @@ def test_bits(case: str, setting: str, again: bool) -> None:
     assert after < before if wide or drops else after <= before
 
 
-@pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv", "b"])
-def test_frozen_inputs(frozen: str) -> None:
-    compared("bias, dropout", "bfloat16", frozen=frozen)
-
-
-def test_a_bias_that_is_wider_and_one_tensor_for_all() -> None:
+@pytest.mark.parametrize(
+    ("case", "frozen", "call"),
+    [
+        *(("bias, dropout", frozen, attend) for frozen in ("q", "k", "v", "qk", "qkv", "b")),
+        ("bias", "", lambda q, k, v, mask: attend(q, k, v, mask.float())),
+        ("bias", "kv", lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)),
+    ],
+)
+def test_frozen_inputs_a_wider_bias_and_one_tensor_for_all(case: str, frozen: str, call: Any) -> None:
     """Gradients are added in PyTorch's order."""
-    compared("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
-    compared(
-        "bias", "bfloat16", frozen="kv", call=lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)
-    )
+    compared(case, "bfloat16", frozen=frozen, call=call)
 
 
 def test_halves_are_added_as_such_if_told_so() -> None:
@@ -148,7 +129,7 @@ def test_what_is_saved() -> None:
 @pytest.mark.parametrize("case", ["none", "given", "causal", "bool", "trained", "dropout", "not allowed"])
 def test_only_where_pytorch_fuses_nothing(case: str, fake: bool) -> None:
     """PyTorch's own node says what it chose, also for tensors without memory."""
-    options: dict[str, Any] = {"is_causal": case == "causal", "dropout_p": 0.1 if case == "dropout" else 0.0}
+    options: dict[str, Any] = {"is_causal": case == "causal", "dropout_p": 0.1 * (case == "dropout")}
     backends = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * (case != "not allowed")
     with FakeTensorMode() if fake else nullcontext(), sdpa_kernel(backends):
         given = [one.requires_grad_() for one in tensors()]
@@ -160,7 +141,7 @@ def test_only_where_pytorch_fuses_nothing(case: str, fake: bool) -> None:
     assert (composed is None) == (case in ("none", "given", "causal", "bool"))
 
 
-WRONG: dict[str, Mapping[str, Any]] = {
+WRONG: dict[str, dict[str, Any]] = {
     "mask and causal": {"attn_mask": bias(), "is_causal": True, "dropout_p": 0.1},
     "size of the mask": {"attn_mask": bias()[..., :5].requires_grad_()},
     "no such option": {"dropout": 0.1},
@@ -173,33 +154,31 @@ WRONG: dict[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_pytorch_says(name: str) -> None:
-    q, k, v = (one.requires_grad_() for one in tensors())
-    given = {"query": q, "key": k, "value": v} | dict(WRONG[name])
+    given = dict(zip(("query", "key", "value"), (one.requires_grad_() for one in tensors()), strict=True))
     messages = []
-    for context in (nullcontext(), saving()):
+    for context in (nullcontext(), fitact.saving()):
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
         with pytest.raises((RuntimeError, TypeError)) as raised, context, allowed:
-            F.scaled_dot_product_attention(**given)
+            attend(**(given | WRONG[name]))
         messages.append((raised.type, str(raised.value)))
     assert messages[0] == messages[1]
 
 
 def test_what_is_saved_if_it_runs_again() -> None:
-    """By hand: q, k and v, of which the layer that reads the output computes that again."""
-    for mask in (None, torch.rand(2, 4, 64, 64) > 0.1, torch.randn(1, 4, 64, 64).requires_grad_()):
+    """By hand: q, k and v, of which the layer that reads the output computes that again, and the mask."""
+    layer, trained = nn.Linear(64, 64), torch.randn(1, 4, 64, 64).requires_grad_()
+    for mask, size in (None, 0), (torch.rand(2, 4, 64, 64) > 0.1, 2 * 4 * 64 * 64 // 8), (trained, trained.nbytes):
         q, k, v = (turned(2, 4, 64, 16).requires_grad_() * 1 for _ in "qkv")
-        layer = nn.Linear(64, 64)
-        with count_saved(layer) as saved, saving(recompute_attention=True):
-            y = layer(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        with count_saved(layer) as saved, fitact.saving(recompute_attention=True):
+            y = layer(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         del y
-        of_mask = 0 if mask is None else mask.numel() // 8 if mask.dtype == torch.bool else 0
-        assert saved.bytes == 3 * q.nbytes + of_mask + (0 if mask is None or of_mask else mask.nbytes)
+        assert saved.bytes == 3 * q.nbytes + size
 
 
 def attending(trained: bool = True) -> nn.Module:
     def call(m: Any, x: Tensor) -> Tensor:
         q, k, v = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
-        return x + m.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + m.o(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     return Of(call, qkv=nn.Linear(32, 96), o=nn.Linear(32, 32).requires_grad_(trained))
 
@@ -207,11 +186,10 @@ def attending(trained: bool = True) -> nn.Module:
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_run_once_in_a_pass(trained: bool) -> None:
     """Whoever reads the output; in two passes twice, with the same gradients and nothing held between them."""
-    model = attending(trained)
-    x = torch.randn(2, 8, 32, requires_grad=True)
+    model, x = attending(trained), torch.randn(2, 8, 32, requires_grad=True)
     with Operators() as expected:
         model(x).sin().sum().backward()
-    with saving(recompute_attention=True):
+    with fitact.saving(recompute_attention=True):
         loss = model(x).sin().sum()
     with Operators() as counted:
         found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
@@ -223,63 +201,36 @@ def test_run_once_in_a_pass(trained: bool) -> None:
 
 @dtypes
 def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
-    models = [nn.Sequential(attending(), attending()).to(dtype) for _ in range(2)]
-    fitact.convert(models[1], recompute_attention=True)
-    before, after = peaks((models[0], models[1]), torch.randn(4, 64, 32).to(dtype).requires_grad_())
+    baseline, model = (nn.Sequential(attending(), attending()).to(dtype) for _ in range(2))
+    fitact.convert(model, recompute_attention=True)
+    before, after = peaks((baseline, model), torch.randn(4, 64, 32).to(dtype).requires_grad_())
     assert after < before
 
 
 def test_second_derivative_if_it_runs_again() -> None:
     """Of attention that is not fused: PyTorch has no other's. Its terms are added in another order."""
     found = []
-    for context in (nullcontext(), saving(recompute_attention=True)):
+    for context in (nullcontext(), fitact.saving(recompute_attention=True)):
         torch.manual_seed(0)
         q, k, v = (turned(1, 2, 4, 8).requires_grad_() for _ in "qkv")
         with context, sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(q, k, v)
+            y = attend(q, k, v)
         (first,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
         found.append([first, *torch.autograd.grad(first.square().sum(), (q, k, v))])
     assert torch.equal(*(one[0] for one in found))
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("around", ["checkpoint", "reentrant"])
-def test_checkpointed_if_it_runs_again(around: str) -> None:
-    model, x = attending(), torch.randn(2, 8, 32)
-    expected = observed(model, AROUND[around], x)
-    model.zero_grad()
-    with saving(recompute_attention=True):
-        again = observed(model, AROUND[around], x)
-    assert not differences(expected, again)
-
-
-def test_in_a_checkpoint_if_it_runs_again() -> None:
+def test_checkpointed_if_it_runs_again(around: str, inside: bool) -> None:
     """A checkpoint gives each tensor once, and attention's is read twice: for its gradients and its output."""
     model, x = attending(), torch.randn(2, 8, 32)
-    expected = observed(model, AROUND["checkpoint"], x)
-    model.zero_grad()
-    fitact.convert(model, recompute_attention=True)
-    assert not differences(expected, observed(model, AROUND["checkpoint"], x))
-
-
-def biased(p: float) -> nn.Module:
-    def call(m: Any, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in m.qkv)
-        places = torch.arange(x.shape[1])
-        mask = m.table((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
-        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), dropout_p=p)
-        return m.o(y.transpose(1, 2).flatten(2))
-
-    qkv = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-    return Of(call, qkv=qkv, o=nn.Linear(32, 32), table=nn.Embedding(16, HEADS))
-
-
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@dtypes
-def test_peak(dtype: torch.dtype, p: float) -> None:
-    x = torch.randn(2, 64, 32).to(dtype).requires_grad_()
-    before, after = peaks(pair(partial(biased, p), dtype), x)
-    assert after <= before
+    expected = observed(copy.deepcopy(model), AROUND[around], x)
+    if inside:
+        fitact.convert(model, recompute_attention=True)
+    with nullcontext() if inside else fitact.saving(recompute_attention=True):
+        assert not saving.differences(expected, observed(model, AROUND[around], x))
 
 
 BLOCKS = ("T5Block", "GPT2Block", "BertLayer", "LlamaDecoderLayer")
@@ -292,10 +243,7 @@ EAGER: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", TEXT | {"intermediate_size": 128, "attention_dropout": 0.1}),
 }
 # Attention that transformers leave to PyTorch, which does not fuse it: with a trained bias, or with dropout.
-SDPA = {
-    "t5, gated, sdpa": ("t5", T5 | {"num_layers": 1}),
-    "bert, sdpa": ("bert", BERT | {"num_hidden_layers": 1}),
-}
+SDPA = {"t5, gated, sdpa": ("t5", T5 | {"num_layers": 1}), "bert, sdpa": ("bert", BERT | {"num_hidden_layers": 1})}
 
 
 def model_of(name: str) -> nn.Module:
@@ -316,15 +264,13 @@ def call(name: str, model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_models(name: str, setting: str) -> None:
     """The same bits; less is saved than by selective checkpointing."""
-    dtype, autocast = SETTINGS[setting]
-    run = partial(call, name)
-    models = agree(
-        partial(model_of, name), lambda one, x: train(one, x, run), torch.randn(2, 8, 48), dtype, autocast
-    )
+    dtype, autocast = saving.SETTINGS[setting]
+    make, run = partial(model_of, name), partial(call, name)
+    models = agree(make, partial(saving.train, call=run), torch.randn(2, 8, 48), dtype, autocast)
     wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
     blocks = [one for one in models[0].modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
-        before, after = (saved_bytes_of(one, lambda one=one: run(one, wide)) for one in models)
+        before, after = (saving.saved_bytes_of(one, lambda one=one: run(one, wide)) for one in models)
         with count_saved(models[0]) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
             y = run(models[0], wide)
     del y
@@ -332,10 +278,10 @@ def test_models(name: str, setting: str) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_peak_of_models(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 64, 48).to(dtype).requires_grad_()
-    before, after = peaks(pair(partial(model_of, name), dtype), x, partial(call, name))
+    before, after = peaks(saving.pair(partial(model_of, name), dtype), x, partial(call, name))
     assert after < before
 
 
@@ -359,19 +305,15 @@ WEIGH: dict[str, Callable[[Tensor], Tensor]] = {
 NO_LESS = {("plain", torch.float32, None), ("plain", HALF, None), ("cast in between changed", torch.float32, None)}
 
 
-@precisions
+@saving.precisions
 @pytest.mark.parametrize("weigh", WEIGH)
 def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     def call(m: Any, x: Tensor) -> Tensor:
         weights = WEIGH[weigh](m.q(x) @ m.k(x).transpose(-1, -2) * 0.25)
         return m.o(weights.to(x.dtype) @ m.v(x))
 
-    x, wide = torch.randn(3, 5, 16), torch.randn(2, 200, 16)
-
-    def make() -> nn.Module:
-        return Of(call, **{name: nn.Linear(16, 16) for name in "qkvo"})
-
-    before, after = saving_less(make, x, wide, dtype=dtype, autocast=autocast)
+    x, wide, layers = torch.randn(3, 5, 16), torch.randn(2, 200, 16), {name: nn.Linear(16, 16) for name in "qkvo"}
+    before, after = saving.saving_less(lambda: Of(call, **layers), x, wide, dtype=dtype, autocast=autocast)
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)
 
 

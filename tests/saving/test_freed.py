@@ -1,7 +1,5 @@
 """What a block saved is freed as soon as its backward pass is done, without the garbage collector."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator
@@ -90,7 +88,7 @@ def still_there(model: nn.Module, x: Tensor) -> int:
     outputs: list[StorageWeakRef] = []
     found: list[bool] = []
 
-    def note(_module: nn.Module, _args: object, y: Tensor) -> None:
+    def note(_: nn.Module, __: object, y: Tensor) -> None:
         outputs.append(StorageWeakRef(y.untyped_storage()))
 
     for module in model.modules():

@@ -1,15 +1,13 @@
 """Functions of others whose outputs are recomputed: Liger's, which no mode sees, and fitact's generated ones."""
 
-from __future__ import annotations
-
 import gc
-import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
 from fitact.codegen import bundle
+from fitact.codegen.generate import generate
 from fitact.generated.swish_beta_recompute import SwishBetaRecompute
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.storage import Stored
@@ -26,6 +25,7 @@ from tests.support.around import AROUND
 from tests.support.blocks import Of
 from tests.support.generated import same, sizes
 from tests.support.learned import recomputed
+from tests.support.package import load
 from tests.support.saving import agree
 
 
@@ -125,36 +125,31 @@ def test_outputs_are_recomputed(name: str, factors: str, dtype: torch.dtype) -> 
     assert off < 0.02 * sum(each.double().norm() ** 2 for each in expected) ** 0.5 and least <= after
 
 
-@pytest.mark.parametrize(
-    "of", ["another cast", "LLaMA's cast and an offset", "changed since", "made in a checkpoint"]
-)
-def test_what_is_left_as_it_is(of: str) -> None:
-    """Saved as without fitact; a checkpoint inside gives each tensor once, and is asked for none."""
-    runs = []
+def checkpointed(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """A checkpoint gives each tensor once, and is asked for none."""
+    norm = Mock(side_effect=LigerRMSNormFunction.apply)
+    y: Tensor = checkpoint(norm, a + b, scale, 0.0, 0, use_reentrant=False)
+    F.linear(y, y[0])
+    norm.assert_called_once()
+    return y
 
-    def norm_again(x: Tensor, *others: Any) -> Tensor:
-        runs.append(of)
-        return LigerRMSNormFunction.apply(x, *others)
 
-    def function(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-        if "cast" in of:
-            return norm_again(a + b, scale, *((1.0, 0) if "offset" in of else (0.0, -1)))
-        if of == "made in a checkpoint":
-            y: Tensor = checkpoint(norm_again, a + b, scale, 0.0, 0, use_reentrant=False)
-            F.linear(y, y[0])
-            assert len(runs) % 2
-        else:
-            y = LigerSiLUMulFunction.apply(a, b, 1.25, 0.5)  # no view, which could not be changed
-            with torch.no_grad():
-                y.mul_(2)
-        return y
+LEFT = {
+    "another cast": lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 0.0, -1),
+    "LLaMA's cast and an offset": lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 1.0, 0),
+    "changed since": lambda a, b, _: torch.no_grad()(Tensor.mul_)(LigerSiLUMulFunction.apply(a, b, 1.25, 0.5), 2),
+    "made in a checkpoint": checkpointed,
+}
 
-    (expected, _), (found, size) = (
-        trained(one, function, "stored", torch.float32) for one in (nullcontext(), saving())
-    )
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_as_it_is(name: str) -> None:
+    """Saved as without fitact."""
+    given = LEFT[name], "stored", torch.float32
+    (expected, _), (found, size) = (trained(context, *given) for context in (nullcontext(), saving()))
     assert all(map(torch.equal, found, expected))
-    if "cast" in of:
-        assert size >= trained(saving(), FUNCTIONS["LLaMA's norm"], "stored", torch.float32)[1] + 4 * 64 * 64 * 4
+    if "cast" in name:
+        assert size >= trained(saving(), FUNCTIONS["LLaMA's norm"], *given[1:])[1] + 4 * 64 * 64 * 4
 
 
 ORDERS = "one gradient, then another", "a head on what was detached", "detached after backward", "two passes"
@@ -165,25 +160,25 @@ ORDERS = "one gradient, then another", "a head on what was detached", "detached 
 def test_a_gate_that_has_overwritten_its_factors(order: str, recomputed: bool) -> None:
     """Whoever reads its output after its own backward pass gets it as it was."""
 
-    def gradients(context: Any) -> list[Tensor]:
+    def gradients(context: Callable[[], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         x, *w = torch.randn(32, 64), *(torch.randn(64, 64, requires_grad=True) for _ in range(4))
-        with context:
+        with context():
             a, b = F.linear(x, w[0]), F.linear(x, w[1])
             y = LigerSiLUMulFunction.apply(*((a.sin(), b * 1.5) if recomputed else (a, b)))
             loss = F.linear(y, w[2]).square().mean()
-            head = None if order == "detached after backward" else F.linear(y.detach(), w[3]).square().mean()
+            head = F.linear(y.detach(), w[3]).square().mean()
         if order == ORDERS[0]:
             first = torch.autograd.grad(loss, w[0], retain_graph=True)
             return [*first, *torch.autograd.grad(loss, w[2])]
-        found = [*torch.autograd.grad(loss, w[:3], retain_graph=order == "two passes")]
-        if head is None:
-            with saving() if isinstance(context, saving) else nullcontext():
+        found = torch.autograd.grad(loss, w[:3], retain_graph=order == "two passes")
+        if order == "detached after backward":
+            with context():
                 head = F.linear(y.detach(), w[3]).square().mean()
         again = torch.autograd.grad(loss, w[2]) if order == "two passes" else ()
         return [*found, *torch.autograd.grad(head, w[3]), *again]
 
-    assert all(map(torch.equal, gradients(saving()), gradients(nullcontext())))
+    assert all(map(torch.equal, gradients(saving), gradients(nullcontext)))
 
 
 def test_a_gate_of_an_earlier_context() -> None:
@@ -199,18 +194,17 @@ def test_a_gate_of_an_earlier_context() -> None:
 
 
 def test_nothing_outlives_its_graph() -> None:
-    def stored() -> list[Stored]:
-        return [each for each in gc.get_objects() if type(each) is Stored]
+    def stored() -> int:
+        return sum(type(each) is Stored for each in gc.get_objects())
 
-    others = stored()
+    others, x = stored(), torch.randn(32, 64, requires_grad=True)
     with saving():
-        x = torch.randn(32, 64, requires_grad=True) * 1
-        y = LigerRMSNormFunction.apply(x.sin(), None, 0.0, 0)
+        y = LigerRMSNormFunction.apply((x * 1).sin(), None, 0.0, 0)
         loss = F.linear(y, y.detach()).sum()
-    assert len(stored()) > len(others)
+    assert stored() > others
     loss.backward()
-    del loss, x
-    assert len(stored()) == len(others)
+    del loss
+    assert stored() == others
     assert y.shape == (32, 64)
 
 
@@ -253,21 +247,11 @@ def test_convolutions(layout: torch.memory_format) -> None:
     assert all(map(same, found, torch.autograd.grad(model(x).sum(), [*model.parameters()])))
 
 
-@pytest.fixture
-def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for path, text in bundle.plan([recomputed("swish_beta", "alone")]).items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("alone").Alone()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "alone"]:
-        del sys.modules[name]
-
-
-def test_a_standalone_folder(standalone: nn.Module) -> None:
+def test_a_standalone_folder(tmp_path: Path) -> None:
     """Its outputs are found too, and recomputed by an op of its own."""
-    model, x = mlp(standalone), torch.randn(ROWS, 16) * 3
+    generate(bundle.plan([recomputed("swish_beta", "alone")]), tmp_path, prune=False, layout=bundle.STANDALONE)
+    model, x = mlp(load(tmp_path / "alone", "alone").Alone()), torch.randn(ROWS, 16) * 3
     with count_saved(model) as saved, saving():
         model(x)
     assert sizes(saved) == sorted([x.nbytes, 4 * ROWS * 32])
-    agree(lambda: mlp(standalone), x=x)
+    agree(lambda: model, x=x)

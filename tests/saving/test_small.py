@@ -1,7 +1,5 @@
 """Masks and indices take few bytes: dropout's a bit an element, and gradients are PyTorch's own from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,61 +16,39 @@ from fitact.runtime.kernels import reference
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support.blocks import Of
-from tests.support.saving import (
-    both_ways,
-    cast,
-    differences,
-    observed,
-    pair,
-    precisions,
-    saving_less,
-    train,
-)
+from tests.support.saving import both_ways, cast, differences, observed, pair, precisions, saving_less, train
+
+
+def mask_of(*sizes: int) -> Tensor:
+    return torch.rand(sizes, generator=torch.Generator().manual_seed(0)) < 0.7
+
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1024, 1025, 8191, 8192, 8193, 9216, 9217, 20000, 24576]
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "turned": lambda x: x.transpose(0, 1),
-    "columns": lambda x: x.transpose(1, 2),
-    "channels last": lambda x: x[None].contiguous(memory_format=torch.channels_last),
+MASKS: dict[str, Tensor] = {
+    **{str(size): mask_of(size) for size in SIZES},
+    "contiguous": mask_of(7, 11, 130),
+    "turned": mask_of(7, 11, 130).transpose(0, 1),
+    "columns": mask_of(7, 11, 130).transpose(1, 2),
+    "channels last": mask_of(1, 7, 11, 130).contiguous(memory_format=torch.channels_last),
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_layout(size: int) -> None:
-    """The bytes are those of codes of one bit, without the end of the last tile."""
-    mask = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.7
+@pytest.mark.parametrize("name", MASKS)
+def test_layout(name: str) -> None:
+    """The bytes are those of codes of one bit, without the end of the last tile; the order of memory stays."""
+    mask = MASKS[name]
     bits = pack(mask)
-    codes = reference.encode(mask, (0.5,), 1, False)
-    assert torch.equal(bits, codes[: len(bits)]) and not codes[len(bits) :].any()
+    size = mask.numel()
     assert len(bits) == size // 8192 * 1024 + min(size % 8192, 1024)
-    assert torch.equal(unpack(bits, mask.shape, mask.stride()), mask)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str) -> None:
-    mask = LAYOUTS[layout](torch.rand(7, 11, 130, generator=torch.Generator().manual_seed(0)) < 0.7)
-    found = unpack(pack(mask), mask.shape, mask.stride())
+    if mask.is_contiguous():
+        codes = reference.encode(mask, (0.5,), 1, False)
+        assert torch.equal(bits, codes[: len(bits)]) and not codes[len(bits) :].any()
+    found = unpack(bits, mask.shape, mask.stride())
     assert torch.equal(found, mask) and found.stride() == mask.stride()
     with FakeTensorMode() as mode:
-        fake = mode.from_tensor(mask)
-        packed = pack(fake)
-        again = unpack(packed, fake.shape, fake.stride())
-    assert packed.shape == pack(mask).shape and (again.shape, again.stride()) == (mask.shape, mask.stride())
-
-
-def test_bits_are_saved() -> None:
-    """Of three readers, each after a dropout: the output's input, and three masks."""
-    x, up = torch.randn(64, 16, 48), nn.Linear(48, 24)
-    outs = [nn.Linear(24, 24) for _ in range(3)]
-
-    def compute(x: Tensor, *_: Tensor) -> Tensor:
-        y = F.gelu(up(x))
-        return sum(out(F.dropout(y, 0.1)) for out in outs)
-
-    rows, parameters = 64 * 16, [tensor for layer in (up, *outs) for tensor in layer.parameters()]
-    _, after = both_ways(compute, x, *parameters)
-    assert after == 4 * (x.numel() + rows * 24 + 3 * 24 * 24) + 3 * rows * 24 // 8
+        packed = pack(mode.from_tensor(mask))
+        again = unpack(packed, mask.shape, mask.stride())
+    assert packed.shape == bits.shape and (again.shape, again.stride()) == (mask.shape, mask.stride())
 
 
 WIDTH, EXPERTS, ROWS = 16, 5, 300
@@ -154,12 +130,9 @@ def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextMana
     assert before - after >= (0 if given == "expanded" else 7 * index.numel())
 
 
-@pytest.mark.parametrize(
-    "around", [nullcontext, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)], ids=["alone", "in hooks"]
-)
+@pytest.mark.parametrize("around", [nullcontext, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)])
 def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]]) -> None:
-    x, w = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True)
-    found = []
+    x, w, found = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True), []
     for context in nullcontext(), saving():
         with around(), context:
             assert (x + x).sum(1, keepdim=True).is_sparse

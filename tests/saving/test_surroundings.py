@@ -4,12 +4,10 @@ A case does something with a model and returns what it saw. It must see the same
 is and of a converted one.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
@@ -35,7 +32,7 @@ from tests.support.around import AROUND
 from tests.support.blocks import IMAGES, MLP, UNITS, Attention, Of, RMSNorm, hand, repeated
 from tests.support.models import inputs_of, made
 from tests.support.rows import full
-from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, saved_bytes_of
+from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, pair, saved_bytes_of
 
 from .test_models import SHARES
 
@@ -103,10 +100,7 @@ def subject(name: str) -> Example:
 
 @cache
 def _pair(name: str) -> tuple[nn.Module, nn.Module]:
-    baseline = subject(name).make()
-    model = copy.deepcopy(baseline)
-    fitact.convert(model)
-    return baseline, model
+    return pair(subject(name).make)
 
 
 Case = Callable[[Example, nn.Module], Any]
@@ -121,20 +115,16 @@ def trained(of: Example, model: nn.Module) -> Any:
 ATTRIBUTES = {"negative_slope": 0.5, "beta": 3.0, "eps": 0.3, "alpha": 2.0, "approximate": "tanh"}
 
 
-def _changed(model: nn.Module) -> None:
+def attributes_between(of: Example, model: nn.Module) -> Any:
+    first = of.loss(model)
     for module in model.modules():
         for name in ATTRIBUTES.keys() & vars(module).keys():
             setattr(module, name, ATTRIBUTES[name])
-
-
-def attributes_between(of: Example, model: nn.Module) -> Any:
-    first = of.loss(model)
-    _changed(model)
     (first + of.loss(model)).backward()
     return gradients(model)
 
 
-def _stepped(model: nn.Module, replace: bool) -> None:
+def stepped(model: nn.Module, replace: bool) -> None:
     for tensor in [tensor for tensor in model.parameters() if tensor.grad is not None]:
         if replace:
             tensor.data = tensor.data - 0.1 * tensor.grad
@@ -147,7 +137,7 @@ def two_steps(of: Example, model: nn.Module) -> Any:
     """Two steps inside one autocast, which goes on to use the first casts of the weights."""
     with cast(HALF):
         of.loss(model).backward()
-        _stepped(model, False)
+        stepped(model, False)
         of.loss(model).backward()
     return gradients(model)
 
@@ -157,7 +147,7 @@ def step_between(of: Example, model: nn.Module, replace: bool, dtype: torch.dtyp
     with cast(dtype):
         of.loss(model).backward()
         loss = of.loss(model)
-        _stepped(model, replace)
+        stepped(model, replace)
     loss.backward()
     return gradients(model)
 
@@ -189,14 +179,6 @@ def patched(of: Example, model: nn.Module) -> Any:
         return trained(of, model)
 
 
-def side_effects(of: Example, model: nn.Module) -> Any:
-    """What a module does besides is done once, in forward."""
-    called: list[str] = []
-    with register_module_forward_hook(lambda module, *_: called.append(type(module).__name__)):
-        of.loss(model).backward()
-    return called
-
-
 def parametrised(of: Example, model: nn.Module) -> Any:
     there = [one for one in model.modules() if isinstance(one, nn.Linear)]
     for one in there:
@@ -214,7 +196,6 @@ def flops(of: Example, model: nn.Module) -> Any:
 
 
 def traced(of: Example, model: nn.Module) -> Any:
-    torch.manual_seed(3)
     made = torch.jit.trace(model, tuple(of.inputs.values()), check_trace=False)
     torch.manual_seed(3)
     output = made(*of.inputs.values())
@@ -285,19 +266,10 @@ def moded(of: Example, model: nn.Module) -> Any:
 
 
 def threads(of: Example, model: nn.Module) -> Any:
-    found: dict[int, Any] = {}
     model.eval()  # the order in which threads draw is chance
     weight = next(one for one in model.parameters() if one.ndim >= 2)
-
-    def run(i: int) -> None:
-        found[i] = torch.autograd.grad(of.loss(model) * (i + 1), weight)[0]
-
-    running = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for one in running:
-        one.start()
-    for one in running:
-        one.join()
-    return found
+    with ThreadPoolExecutor(4) as pool:
+        return [*pool.map(lambda i: torch.autograd.grad(of.loss(model) * (i + 1), weight)[0], range(4))]
 
 
 def without_gradient(of: Example, model: nn.Module) -> Any:
@@ -332,7 +304,6 @@ CASES: dict[str, Case] = {
     "one gradient asked for": partly,
     "gradient penalty": penalty,
     "forward patched": patched,
-    "side effects": side_effects,
     "parametrised later": parametrised,
     "FlopCounterMode": flops,
     "jit.trace": traced,
@@ -362,10 +333,8 @@ QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", 
 QUICK += ("dropout", "composed", "adapters", "group norm", "calls: attention", "calls: gelu, dropout")
 QUICK += ("calls: adapter", "quick gelu by hand", "gelu by hand")
 # Other hooks may store the very tensor from which another is recomputed: if it is changed later, backward raises.
-SPOILT = {
-    *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),
-    ("repetition changed", "save_on_cpu"),
-}
+SPOILT = {("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")}
+SPOILT |= {("repetition changed", "save_on_cpu")}
 
 
 def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
@@ -375,13 +344,12 @@ def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
     return marks
 
 
+EVERY = CASES | ALONE | COMPILED
 # The quick models go through every case, of the others each through a fourth, and each case has a fourth of them.
 ROWS = [
     pytest.param(name, case, marks=_marks(name, case))
     for i, name in enumerate((*SMALL, *REAL))
-    for j, case in enumerate(
-        {**CASES, **ALONE, **COMPILED} if name in QUICK else {**CASES, **(ALONE if name in SMALL else {})}
-    )
+    for j, case in enumerate(EVERY if name in QUICK else CASES | ALONE if name in SMALL else CASES)
     if name in QUICK or (i + j) % 4 == 0
 ]
 
@@ -389,7 +357,7 @@ ROWS = [
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own deprecations
 @pytest.mark.parametrize(("name", "case"), ROWS)
 def test_table(name: str, case: str) -> None:
-    of, call = subject(name), {**CASES, **COMPILED, **ALONE}[case]
+    of, call = subject(name), EVERY[case]
     expected, converted = (seen(call, of, model) for model in copy.deepcopy(_pair(name)))
     assert torch.overrides._get_current_function_mode() is None
     if isinstance(expected, str):
@@ -404,7 +372,6 @@ def test_table(name: str, case: str) -> None:
 def test_bytes_of_the_context(name: str) -> None:
     of = subject(name)
     baseline, model = copy.deepcopy(_pair(name))
-
     ways = (baseline, of.loss), (baseline, fitact.saving()(of.loss)), (model, of.loss)
     before, bare, converted = (saved_bytes_of(each, partial(loss, each)) for each, loss in ways)
     assert before > bare == converted
@@ -416,13 +383,11 @@ def test_all_memory_that_is_held_is_counted(name: str, error: str, monkeypatch: 
     monkeypatch.setattr(quantising, "FEW", 64)
     of = subject(name)
     model, given = of.make(), [one for one in of.inputs.values() if isinstance(one, Tensor)]
-    owned = [*model.parameters(), *model.buffers(), *given]
-
     loss = fitact.saving(error)(of.loss)
     with count_saved(model) as saved:
         loss(model)
     for one in given:
         saved.records.pop(storage_id(one), None)
-    with Meter(owned) as meter:
+    with Meter([*model.parameters(), *model.buffers(), *given]) as meter:
         y = loss(model)
     assert meter.level - y.nbytes == saved.bytes
