@@ -165,7 +165,8 @@ class Quantising(Capture):
         """Return how a tensor is stored that autograd saves."""
         self._last = None
         stored: Stored | Reading | None = None
-        mark: Mark | None = None if tensor.is_complex() else mark_of(tensor.untyped_storage())
+        dense = tensor.layout is torch.strided and not tensor.is_complex()
+        mark: Mark | None = mark_of(tensor.untyped_storage()) if dense else None
         if mark is not None and mark.is_inside(self.hooks):
             known, least = mark.alive(version_of_saved(tensor)), self._least()
             stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fitact
+from fitact.runtime.measure import Subject, whole_step
 from fitact.runtime.saving import storage
 from tests.support.blocks import Of
 from tests.support.peak import peak_memory
@@ -168,3 +170,82 @@ def test_peak_of_a_scan() -> None:
     x = torch.randn(4, 64, 32)
     before, after = peaks(agree(lambda: Of(scan, layer=nn.Linear(32, 64)), x=x), x)
     assert after <= before
+
+
+def deep() -> nn.Module:
+    """Return convolutions of sound, the first of which has most of the memory."""
+    return nn.Sequential(nn.Conv1d(1, 256, 10, 5), nn.GroupNorm(8, 256), nn.GELU(), nn.Conv1d(256, 64, 3, 2))
+
+
+WIDE: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "sound": lambda: (deep(), torch.randn(2, 1, 4000)),
+    "an MLP": lambda: (
+        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)),
+        torch.randn(512, 256),
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ["rounding", "coarse"])
+@pytest.mark.parametrize("name", WIDE)
+def test_no_codes_beside_what_the_last_reader_has(name: str, error: str) -> None:
+    model, x = WIDE[name]()
+    subject = Subject(name, model, lambda model: model(x), None, device="cpu")
+    before = whole_step(subject).peak
+    fitact.convert(model, error=error)
+    assert whole_step(subject).peak <= before
+
+
+class Twice(torch.autograd.Function):
+    """The square. Its backward asks twice for what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        size = ctx.saved_tensors[0].numel()
+        return grads[0] * 2 * ctx.saved_tensors[0].view(-1)[:size].view_as(grads[0])
+
+
+def in_parts(m: Any, x: Tensor) -> list[Tensor]:
+    """Return the squares of two layers that read the same."""
+    y = F.gelu(m.up(x))
+    return [m.a(y).square().sum(), m.b(y).square().sum()]
+
+
+def of_a_checkpoint(m: Any, x: Tensor) -> list[Tensor]:
+    def part(y: Tensor) -> tuple[Tensor, Tensor]:
+        z = F.silu(y)
+        return m.a(z), m.b(z * 2)
+
+    y = m.up(x)
+    early = F.gelu(y).sum()
+    return [*(part.square().sum() for part in checkpoint(part, y, use_reentrant=False)), early]
+
+
+READ: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
+    "in two passes": in_parts,
+    "twice in a function": lambda m, x: [(lambda y: m.a(F.gelu(y) + Twice.apply(y)).square().sum())(m.up(x))],
+    "by a checkpoint in three passes": of_a_checkpoint,
+}
+
+
+@pytest.mark.parametrize("error", ["rounding", "coarse"])
+@pytest.mark.parametrize("name", READ)
+def test_codes_stay_for_all_who_read_them(name: str, error: str) -> None:
+    """Each loss has a backward pass of its own, which frees the graph, to the layers that only it has."""
+    sizes = {"up": (64, 256), "a": (256, 64), "b": (256, 64)}
+    model = Of(lambda m, x: READ[name](m, x), **{layer: nn.Linear(*size) for layer, size in sizes.items()})
+    x, gradients = torch.randn(256, 64), []
+    of = [[*model.a.parameters()], [*model.b.parameters()], [*model.up.parameters()]]
+    of = of if name != "twice in a function" else [[*model.parameters()][:4]]
+    for context in (nullcontext(), fitact.saving(error)):
+        with context:
+            losses = model(x)
+        grads = [torch.autograd.grad(*both) for both in zip(losses, of, strict=False)]
+        gradients.append(torch.cat([grad.flatten() for some in grads for grad in some]))
+    expected, gradient = gradients
+    assert 0 < (gradient - expected).norm() < 0.1 * expected.norm()

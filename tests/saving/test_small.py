@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fitact import saving
 from fitact.runtime.kernels import reference
+from fitact.runtime.measure import count_saved
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support.blocks import Of
@@ -130,10 +131,14 @@ def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextMana
     assert before - after >= (0 if given == "expanded" else 7 * index.numel())
 
 
-@pytest.mark.parametrize("around", [nullcontext, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)])
-def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]]) -> None:
+AROUND_SPARSE = [nullcontext, count_saved, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)]
+
+
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+@pytest.mark.parametrize("around", AROUND_SPARSE)
+def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]], error: str) -> None:
     x, w, found = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True), []
-    for context in nullcontext(), saving():
+    for context in nullcontext(), saving(error):
         with around(), context:
             assert (x + x).sum(1, keepdim=True).is_sparse
             assert (torch.eye(3).long().to_sparse() // 2).is_sparse
