@@ -52,7 +52,7 @@ def test_the_table_and_the_file(models: Command) -> None:
     assert " ".join(head.split()) == "site activation count mean deviation 0.1 % 99.9 % least largest"
     kinds = ["gelu", "gelu", "silu", "silu"]
     assert [row.split()[:3] for row in rows] == [[*row, "240"] for row in zip(sites, kinds, strict=True)]
-    assert [one.path for one in read_weights(Path("weights.json")).sites] == sites
+    assert [site.path for site in read_weights(Path("weights.json")).sites] == sites
     assert models(line)[0] == 0 and Path("weights.json").read_text("utf-8") == written
 
 
@@ -63,7 +63,7 @@ BATCHES |= {"several": [80] * 4, "several --most 2": [64] * 4, "sample --most 3"
 @pytest.mark.parametrize(("arguments", "counts"), BATCHES.items(), ids=BATCHES)
 def test_batches(arguments: str, counts: list[int], models: Command) -> None:
     assert models(f"calibrate calibrated_models:{arguments} -o folder/w.json")[0] == 0
-    assert [one.count for one in read_weights(Path("folder/w.json")).sites] == counts
+    assert [site.count for site in read_weights(Path("folder/w.json")).sites] == counts
 
 
 def test_a_fit_with_the_weight_of_a_site(models: Command) -> None:

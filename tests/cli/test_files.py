@@ -162,9 +162,9 @@ def test_a_pipe_among_generated_files_is_refused(line: str, name: str, fitted: C
     Path("generated", name).unlink(missing_ok=True)
     os.mkfifo(Path("generated", name))
     with within(60):
-        found = fitted(line)
-    told = f"fitact: generated/{name}: cannot be read: expected a regular file, this is a pipe\n"
-    assert found == (2, "", told)
+        actual = fitted(line)
+    message = f"fitact: generated/{name}: cannot be read: expected a regular file, this is a pipe\n"
+    assert actual == (2, "", message)
 
 
 @pytest.mark.parametrize("name", [ODD, UNREADABLE])

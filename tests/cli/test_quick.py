@@ -96,8 +96,8 @@ def test_model_types() -> None:
     transformers = pytest.importorskip("transformers")
     from fitact.runtime.measure import hugging_face
 
-    found = names.model_types().keys()
-    assert set(transformers.CONFIG_MAPPING.keys()) <= found
+    actual = names.model_types().keys()
+    assert set(transformers.CONFIG_MAPPING.keys()) <= actual
     for kind in ("llama", "gpt2", "gpt-sw3", "vit"):  # no size of theirs is refused, and no layer
         names.check_model(kind, transformers.AutoConfig.for_model(kind).to_dict())
         with torch.device("meta"):

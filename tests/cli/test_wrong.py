@@ -166,8 +166,8 @@ def test_wrong(status: int, line: str, part: str, command: Command, monkeypatch:
     put("leaves.py", "import sys\nsys.exit(4)\n")
     before = tree()
     with within(240):
-        found, out, err = command(line)
-    assert (found, out) == (status, ""), err
+        actual, out, err = command(line)
+    assert (actual, out) == (status, ""), err
     assert err.startswith("fitact: ") and err.endswith("\n") and err.rstrip("\n").isprintable()
     assert len(err) < 600
     assert part in err

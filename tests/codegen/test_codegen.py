@@ -68,9 +68,9 @@ def test_shape_of_the_module(fit):
     assert f"f(x) = {fit.activation.expression}" in ast.get_docstring(tree)
     for number in (*fit.borders, *fit.levels):
         assert f"        {number!r},\n" in text
-    found = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    actual = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     functional = ["import torch.nn.functional as _F"] * ("_F." in text)
-    assert found == ["import torch as _torch", *functional, "from fitact import runtime as _rt"]
+    assert actual == ["import torch as _torch", *functional, "from fitact import runtime as _rt"]
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
     assert ast.literal_eval(assigned["__all__"]) == sorted([class_name(fit.name), fit.name])
     bound = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {*assigned}
@@ -93,12 +93,12 @@ def test_any_name_will_do(shipped, tmp_path):
     record = json.loads((ROOT / "generated" / "fits" / f"{shipped}.json").read_text())
     fits = [from_json(json.dumps(record | {"name": name})) for name in ("plain", *NAMES)]
     generate(plan(fits), tmp_path, prune=False)
-    found = []
+    results = []
     for fit in fits:
         module = load(tmp_path / f"{fit.name}.py", f"any_name_{fit.name}")
         calls = getattr(module, fit.name), getattr(module, class_name(fit.name))()
-        found += [run(call, torch.linspace(-9, 9, 3000)) for call in calls]
-    assert all(torch.equal(one, first) for pair in found for one, first in zip(pair, found[0], strict=True))
+        results += [run(call, torch.linspace(-9, 9, 3000)) for call in calls]
+    assert all(torch.equal(each, first) for pair in results for each, first in zip(pair, results[0], strict=True))
 
 
 def test_the_runtime_states_what_printers_call():
@@ -108,8 +108,8 @@ def test_the_runtime_states_what_printers_call():
 
 
 def test_lint_and_format(tmp_path):
-    for i, one in enumerate(FITS.values()):
-        (tmp_path / f"fit{i}.py").write_text(render(one))
+    for i, fit in enumerate(FITS.values()):
+        (tmp_path / f"fit{i}.py").write_text(render(fit))
     (tmp_path / "standalone.py").write_text(bundle.plan([made_up("gelu")])["some_fit/__init__.py"])
     config = ["--config", ROOT / "pyproject.toml", "--no-cache"]
     for command in (["check", *config, "--extend-ignore=A001,D,RET505"], ["format", "--diff", *config]):
@@ -184,10 +184,10 @@ def test_printers(text, dialect):
     """The printed text has the formula's values; every step is used once it is there, and no line is too long."""
     formula = parse(text) if text in FORMULAS else stable(parse(text))
     code = printers.render(formula, dialect)
-    found = evaluated(code, torch.from_numpy(POINTS) if dialect is dialects.TORCH else POINTS)
-    assert found.dtype == np.float64
+    actual = evaluated(code, torch.from_numpy(POINTS) if dialect is dialects.TORCH else POINTS)
+    assert actual.dtype == np.float64
     rtol, atol = (1e-12, 1e-15) if text in FORMULAS else (1e-11, 1e-13)
-    np.testing.assert_allclose(found, evaluate(formula, POINTS), rtol=rtol, atol=atol)
+    np.testing.assert_allclose(actual, evaluate(formula, POINTS), rtol=rtol, atol=atol)
     assert [name for name, _ in code.steps] == [f"u{i}" for i in range(len(code.steps))]
     texts = [text for _, text in code.steps] + [code.result]
     used = [set(re.findall(r"\bu\d+\b", text)) for text in texts]
@@ -207,8 +207,8 @@ def test_terms_are_added_in_the_order_that_is_checked(text):
     formula = stable(parse(text))
     x = np.geomspace(1e-6, 1e12, 1000, dtype=np.float32)
     x = np.concatenate([-x, x])
-    found = evaluated(printers.render(formula, dialects.TORCH), torch.from_numpy(x))
-    np.testing.assert_array_equal(found, float_check.FLOAT32.evaluate(formula, x))
+    actual = evaluated(printers.render(formula, dialects.TORCH), torch.from_numpy(x))
+    np.testing.assert_array_equal(actual, float_check.FLOAT32.evaluate(formula, x))
 
 
 SHORT, FULL = ("x*sigmoid(x)", "1 - exp(-x**2)", "expm1(x)"), ("x - tanh(x)", "expm1(x) - x", "x**3")

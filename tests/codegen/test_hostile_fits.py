@@ -70,7 +70,7 @@ def test_every_text_of_every_record(name):
                 continue
             accepted += 1
             assert path == "options.source", "other texts are compared with what they may mean"
-            for module in (render, lambda one: bundle.plan([one])[f"{one.name}/__init__.py"]):
+            for module in (render, lambda each: bundle.plan([each])[f"{each.name}/__init__.py"]):
                 assert structure(module(fit)) == structure(module(clean))
     assert accepted == (0 if "source" not in record.get("options", {}) else HARMLESS)
 

@@ -38,9 +38,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_layout(name: str, hub: Path) -> None:
     kernel = hub / name.replace("_", "-")
-    found = {path.relative_to(kernel).as_posix() for path in kernel.rglob("*") if path.is_file()}
+    actual = {path.relative_to(kernel).as_posix() for path in kernel.rglob("*") if path.is_file()}
     parts = {"__init__.py", "layers.py", *(f"runtime/{path}" for path in bundle.RUNTIME)}
-    assert found == {*(f"torch-ext/{name}/{part}" for part in parts), "build.toml", "torch-ext/metadata.json"}
+    assert actual == {*(f"torch-ext/{name}/{part}" for part in parts), "build.toml", "torch-ext/metadata.json"}
     licence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
     build = tomllib.loads((kernel / "build.toml").read_text())
     metadata = json.loads((kernel / "torch-ext" / "metadata.json").read_text())
@@ -56,7 +56,7 @@ def test_the_module_and_its_layer(name: str, hub: Path) -> None:
     module = load(hub / name.replace("_", "-") / "torch-ext" / name, f"standalone_{name}_0123")
     assert same(module, name)
     assert module.__name__ == module.runtime.kernels.ops.NAMESPACE
-    (layer,) = (getattr(module.layers, one) for one in module.layers.__all__)
+    (layer,) = (getattr(module.layers, each) for each in module.layers.__all__)
     assert layer.__name__ == module.__all__[0]
     assert layer.__init__ is nn.Module.__init__
     assert {*dir(layer)} - {*dir(nn.Module)} == {"can_torch_compile", "has_backward"}
@@ -82,16 +82,16 @@ STANDS_IN: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", STANDS_IN)
 def test_a_layer_stands_in_for_a_module_and_uses_its_parameters(name: str, hub: Path) -> None:
     module = load(hub / name.replace("_", "-") / "torch-ext" / name, f"standalone_{name}_0123")
-    (layer,) = (getattr(module.layers, one) for one in module.layers.__all__)
+    (layer,) = (getattr(module.layers, each) for each in module.layers.__all__)
     assert {*dir(layer)} - {*dir(nn.Module)} == {"can_torch_compile", "has_backward"}
     own, x = STANDS_IN[name](), torch.randn(5, 8, requires_grad=True)
     leaves = [x, *own.parameters()]
-    expected, found = own(x), MethodType(layer.forward, own)(x)
-    torch.testing.assert_close(found, expected)
-    pairs = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (found, expected)]
+    expected, actual = own(x), MethodType(layer.forward, own)(x)
+    torch.testing.assert_close(actual, expected)
+    pairs = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (actual, expected)]
     torch.testing.assert_close(*pairs)
     if name == "dyt_recompute":
-        assert "KernelFunction" in found.grad_fn.name()
+        assert "KernelFunction" in actual.grad_fn.name()
         assert [*module.DytRecompute(6).state_dict()] == [*DYT]
     else:
         own.config.hidden_act = "gelu"
@@ -166,14 +166,14 @@ def test_names_that_no_kernel_has(name: str, command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         ("layers", "the folder of 'layers' uses that name itself"),
         ("runtime", "the folder of 'runtime' uses that name itself; make the fit again"),
         ("my_act My_Act", "two fits are called 'my-act'; make one again"),
     ],
 )
-def test_names_that_the_folder_uses_or_that_meet(names: str, told: str) -> None:
+def test_names_that_the_folder_uses_or_that_meet(names: str, message: str) -> None:
     bundle.plan([made_up("tanh", "layers")])
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         bundle.plan([made_up("tanh", name) for name in names.split()], hub=names != "runtime")

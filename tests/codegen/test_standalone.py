@@ -60,8 +60,8 @@ def test_the_runtime_is_verbatim_and_has_all_kernels(folder: Path) -> None:
     paths = {path.relative_to(ROOT / "runtime").as_posix() for path in (ROOT / "runtime" / "kernels").glob("*.py")}
     assert {*bundle.RUNTIME} == {"__init__.py", *paths}
     for name in NAMES:
-        found = {path.relative_to(folder / name) for path in (folder / name).rglob("*.py")}
-        assert found == {Path("__init__.py"), *(Path("runtime", path) for path in bundle.RUNTIME)}
+        actual = {path.relative_to(folder / name) for path in (folder / name).rglob("*.py")}
+        assert actual == {Path("__init__.py"), *(Path("runtime", path) for path in bundle.RUNTIME)}
         for path in bundle.RUNTIME:
             assert (folder / name / "runtime" / path).read_bytes() == (ROOT / "runtime" / path).read_bytes(), path
 
@@ -86,11 +86,11 @@ def test_the_namespace_tells_texts_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         texts = "".join(bundle.plan([shipped(name)])[f"{name}/__init__.py"] for name in NAMES)
         return {*re.findall(r'^__ops__ = "(fitact_[0-9a-f]{8})"', texts, re.MULTILINE)}
 
-    found = spaces()
-    assert len(found) == len(NAMES) and spaces() == found
+    actual = spaces()
+    assert len(actual) == len(NAMES) and spaces() == actual
     changed = bundle.runtime() | {"kernels/launch.py": bundle.runtime()["kernels/launch.py"] + "\n"}
     monkeypatch.setattr(bundle, "runtime", lambda: changed)
-    assert not spaces() & found
+    assert not spaces() & actual
 
 
 STRICT = "error::UserWarning"
@@ -152,8 +152,8 @@ def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
     if mode == "interpreted":
         pytest.importorskip("triton", reason="Triton is for Linux only")
     interpreted = str(int(mode == "interpreted"))
-    found = python(OBSERVE, folder, mode, *names, folder=folder, warnings=STRICT, TRITON_INTERPRET=interpreted)
-    assert found == f"compared {len(names)}\n"
+    actual = python(OBSERVE, folder, mode, *names, folder=folder, warnings=STRICT, TRITON_INTERPRET=interpreted)
+    assert actual == f"compared {len(names)}\n"
 
 
 COMPILED = """

@@ -27,8 +27,8 @@ def coded(
 ) -> tuple[float, list[SavedRecord]]:
     """Return the largest error of a gradient, and the records of what is saved and is not a parameter or small."""
     make = partial(made, block, dtype=dtype)
-    (_, expected), (_, found), records = beside(make, shape, **{"budget": 1.0} | arguments)
-    return off(found, expected), [one for one in records if one.reason not in ("a parameter", "small")]
+    (_, expected), (_, actual), records = beside(make, shape, **{"budget": 1.0} | arguments)
+    return off(actual, expected), [record for record in records if record.reason not in ("a parameter", "small")]
 
 
 def masked(direct: bool) -> nn.Module:
@@ -59,11 +59,13 @@ def test_masks_of_numbers() -> None:
     shape = (2, 128, 64)
     error, records = coded(partial(masked, True), shape, torch.bfloat16, error="exact")
     assert error == 0
-    (mask,) = (one for one in records if one.operation == "where")
+    (mask,) = (record for record in records if record.operation == "where")
     assert (mask.kind, mask.bits, mask.before, mask.after) == ("mask", 1, 128 * 128 * 2, 128 * 128 // 8)
     error, records = coded(partial(masked, False), shape, torch.bfloat16, bits=8)
     assert error < 0.02
-    assert {one.reason for one in records if one.operation == "convert_element_type"} == {"attention's mask"}
+    assert {record.reason for record in records if record.operation == "convert_element_type"} == {
+        "attention's mask"
+    }
 
 
 def scored() -> nn.Module:
@@ -124,15 +126,19 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
 def test_kinds(name: str) -> None:
     block, shape, budget, expected = KINDS[name]
     error, records = coded(block, shape, error="coarse", budget=budget)
-    kinds = [(one.operation, (one.kind, one.bits, one.reason)) for one in records if one.operation != "input"]
+    kinds = [
+        (record.operation, (record.kind, record.bits, record.reason))
+        for record in records
+        if record.operation != "input"
+    ]
     assert {f"{name}: {' '.join(str(part) for part in parts if part)}" for name, parts in kinds} == expected
     assert error < 0.3
 
 
 def test_bits_by_kind() -> None:
     _, records = coded(SwiGLU, (128, 256), bits={"gate": 6, "attention": 8}, budget=0.9)
-    assert {(one.kind, one.bits) for one in records if one.kind} == {("gate", 6), ("activation", 8)}
-    errors = {one.bits: one.error for one in records if one.kind}
+    assert {(record.kind, record.bits) for record in records if record.kind} == {("gate", 6), ("activation", 8)}
+    errors = {record.bits: record.error for record in records if record.kind}
     assert 0.004 < errors[8] < 0.007 and 0.015 < errors[6] < 0.03
 
 
@@ -151,7 +157,7 @@ def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
                 y = call(torch.arange(256)[None])
             sizes[compiled].append(saved.bytes)
             del y
-    layer = {compiled: two - one for compiled, (one, two) in sizes.items()}
+    layer = {compiled: two - size for compiled, (size, two) in sizes.items()}
     statistics = 2 * 4 * 256  # of the norms, which the context recomputes
     assert layer[True] <= layer[False] + statistics
     units = {"exact": 11.7, "rounding": 8.0, "coarse": 4.2}  # its input is one
@@ -182,8 +188,8 @@ def test_views_of_one_storage() -> None:
         return Of(split, up=nn.Linear(64, 256), down=nn.Linear(128, 64))
 
     error, records = coded(make, (128, 64), budget=1.0)
-    found = [(one.before, one.after) for one in records if one.operation == "addmm"]
-    assert found == [(4 * 128 * 256, blocks.nbytes((128, 256), 8))]
+    actual = [(record.before, record.after) for record in records if record.operation == "addmm"]
+    assert actual == [(4 * 128 * 256, blocks.nbytes((128, 256), 8))]
     assert error < 0.02
 
 
@@ -191,7 +197,7 @@ def test_inputs() -> None:
     for inputs, bits in ((False, None), (True, 8)):
         torch._dynamo.reset()
         error, records = coded(Gelu, (128, 256), inputs=inputs, budget=0.9)
-        assert {one.bits for one in records if one.operation == "input"} == {bits}
+        assert {record.bits for record in records if record.operation == "input"} == {bits}
         assert error < 0.02
 
 
@@ -206,13 +212,13 @@ def test_the_ops_are_those_of_saving(shape: tuple[int, ...], bits: int) -> None:
     for columns in {blocks.columns_of(shape), blocks.BLOCK}:
         *parts, form = OPS.encode_blocks(x, columns, bits, False)
         assert sum(part.nbytes for part in parts) <= x.numel() * (bits + 0.3125) / 8 + 32 * columns + 64
-        found = OPS.decode_blocks(*parts, form, columns, x.dtype)
-        assert form.nbytes == 0 and found.shape == x.shape and found.dtype == x.dtype
+        actual = OPS.decode_blocks(*parts, form, columns, x.dtype)
+        assert form.nbytes == 0 and actual.shape == x.shape and actual.dtype == x.dtype
         if columns == blocks.columns_of(shape):
             expected = blocks.encode(x, bits)
-            assert all(torch.equal(one, other) for one, other in zip(parts, expected, strict=True))
+            assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True))
             assert sum(part.nbytes for part in parts) == blocks.nbytes(shape, bits)
-            assert torch.equal(found, blocks.decode(*expected, shape, x.dtype))
+            assert torch.equal(actual, blocks.decode(*expected, shape, x.dtype))
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(OPS.encode_blocks, (x, columns, bits, False), test_utils=checks)
         torch.library.opcheck(OPS.decode_blocks, (*parts, form, columns, x.dtype), test_utils=checks)

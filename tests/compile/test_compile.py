@@ -57,12 +57,14 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int, ..
     """Bytes saved besides parameters and the input, and all gradients, in float32."""
     torch.manual_seed(1)
     x = torch.randn(shape, dtype=next(model.parameters()).dtype).requires_grad_()
-    own = {storage_id(one) for one in (x, *model.parameters())}
+    own = {storage_id(parameter) for parameter in (x, *model.parameters())}
     model.zero_grad()
     y = run(x)
-    saved = {storage_id(one): one.untyped_storage().nbytes() for one in y.grad_fn.saved_tensors if one is not None}
+    saved = {
+        storage_id(each): each.untyped_storage().nbytes() for each in y.grad_fn.saved_tensors if each is not None
+    }
     y.float().square().mean().backward()
-    gradients = [one.grad.float() for one in (x, *model.parameters()) if one.grad is not None]
+    gradients = [parameter.grad.float() for parameter in (x, *model.parameters()) if parameter.grad is not None]
     return sum(size for key, size in saved.items() if key not in own), gradients
 
 
@@ -94,8 +96,8 @@ def fused(texts: list[str]) -> int:
     return sum(len(re.findall(r"^        cpp_fused\w*\(", text, re.MULTILINE)) for text in texts)
 
 
-def off(found: list[Tensor], baseline: list[Tensor]) -> float:
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, baseline, strict=True) if b.norm() > 1e-6)
+def off(actual: list[Tensor], baseline: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(actual, baseline, strict=True) if b.norm() > 1e-6)
 
 
 @pytest.mark.long
@@ -114,9 +116,9 @@ def test_blocks(block: Callable[[], nn.Module], baseline: int, numbers: float, t
     torch._dynamo.reset()
     model = made(block, block)
     compiled = fitact.compile(model, fullgraph=True)
-    (less, found), texts = run_and_get_code(lambda: step(model, compiled, (TOKENS, 256)))
+    (less, actual), texts = run_and_get_code(lambda: step(model, compiled, (TOKENS, 256)))
     assert saved - less == 2 * TOKENS * numbers * (2 - BYTES)
-    whole = [torch.cat([one.flatten() for one in every]) for every in (found, expected)]
+    whole = [torch.cat([each.flatten() for each in every]) for every in (actual, expected)]
     assert off(whole[:1], whole[1:]) < 0.01
     assert fused(texts) == kernels
     report = fitact.compile_report(compiled)
@@ -130,8 +132,8 @@ def test_exact() -> None:
     torch._dynamo.reset()
     model = made(dropped)
     compiled = fitact.compile(model, error="exact", fullgraph=True)
-    less, found = step(model, compiled, (TOKENS, 256))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    less, actual = step(model, compiled, (TOKENS, 256))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     (mask,) = (record for record in fitact.compile_report(compiled).graphs[0] if record.bits)
     assert (mask.kind, mask.bits, mask.before, mask.after, mask.error) == ("mask", 1, TOKENS * 256, TOKENS * 32, 0)
     assert saved - less == TOKENS * 224
@@ -167,14 +169,14 @@ def test_dynamic_shapes() -> None:
     model = made(partial(Gelu, hidden=170))
     compiled = fitact.compile(model, fullgraph=True, dynamic=True)
     for tokens in (128, 200, 77):
-        saved, found = step(model, compiled, (tokens, 256))
+        saved, actual = step(model, compiled, (tokens, 256))
         whole, rest = divmod(tokens * 170, 64)
         assert saved == 8 * tokens + blocks.nbytes((whole, 64), 8) + (rest > 0) * blocks.nbytes((64,), 8)
         x = torch.randn((tokens, 256), generator=torch.manual_seed(1), dtype=torch.bfloat16)
         model.zero_grad()
         model(x).float().square().mean().backward()
-        expected = [one.grad.float() for one in model.parameters() if one.grad is not None]
-        assert off(found[1:], expected) < 0.02
+        expected = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+        assert off(actual[1:], expected) < 0.02
     assert len(fitact.compile_report(compiled).graphs) == 1
 
 
@@ -182,7 +184,7 @@ def test_outputs_are_left_alone() -> None:
     model = Of(lambda m, x: (m.head(y := m.layer(x).tanh()), y), layer=nn.Linear(64, 64), head=nn.Linear(64, 99))
     options = fitact.compile_options(budget=1.0)
     run_graphs(model, options, 1.0)(torch.randn(256, 64))
-    reasons = {one.operation: one.reason for one in options.report.graphs[0]}
+    reasons = {graph.operation: graph.reason for graph in options.report.graphs[0]}
     assert reasons["tanh"] == "an output of the model"
 
 
@@ -196,8 +198,8 @@ def test_huge_and_tiny_numbers() -> None:
         return block
 
     for factor in (1e-3, 1e3):
-        (_, expected), (_, found), _ = beside(partial(made, *[partial(block, factor)] * 2, dtype=torch.float32))
-        assert off(found, expected) < 0.02, factor
+        (_, expected), (_, actual), _ = beside(partial(made, *[partial(block, factor)] * 2, dtype=torch.float32))
+        assert off(actual, expected) < 0.02, factor
 
 
 def test_not_finite() -> None:
@@ -214,8 +216,8 @@ def test_not_finite() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_autocast(dtype: torch.dtype) -> None:
-    (_, expected), (saved, found), records = beside(partial(made, Gelu, dtype=torch.float32), autocast=dtype)
-    assert off(found, expected) < 0.012
+    (_, expected), (saved, actual), records = beside(partial(made, Gelu, dtype=torch.float32), autocast=dtype)
+    assert off(actual, expected) < 0.012
     assert [(record.kind, record.bits) for record in records if record.bits] == [("activation", 8)]
     # The weights' casts may be saved; no code is made of a weight.
     assert saved <= TOKENS * (1024 * BYTES + 8) + 2 * 2 * 256 * 1024
@@ -256,11 +258,13 @@ def test_mode_and_other_options() -> None:
 
 def test_beside_converted_activations() -> None:
     """What a converted activation saves is a code already, and stays; the rest becomes codes."""
-    (whole, expected), (saved, found), records = beside(partial(made, partial(Gelu, act=GeluFewbit3())))
-    assert saved < 0.62 * whole and off(found, expected) < 0.015
-    codes = [one for one in records if one.dtype is torch.uint8]
-    assert [(one.bits, one.before, one.reason) for one in codes] == [(None, TOKENS * 1024 * 3 // 8, "of uint8")]
-    others = {(one.dtype, one.bits, one.reason) for one in records if one.operation == "forward"}
+    (whole, expected), (saved, actual), records = beside(partial(made, partial(Gelu, act=GeluFewbit3())))
+    assert saved < 0.62 * whole and off(actual, expected) < 0.015
+    codes = [record for record in records if record.dtype is torch.uint8]
+    assert [(code.bits, code.before, code.reason) for code in codes] == [
+        (None, TOKENS * 1024 * 3 // 8, "of uint8")
+    ]
+    others = {(record.dtype, record.bits, record.reason) for record in records if record.operation == "forward"}
     assert others == {(torch.uint8, None, "of uint8"), (torch.bfloat16, 8, "")}
 
 

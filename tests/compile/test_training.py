@@ -46,8 +46,8 @@ def test_checkpoints(again: str) -> None:
     ways = [("rounding", 0.012, int(saved / 2 * BYTES)), ("exact", 0.0, saved)]
     for error, limit, size in ways[: 1 if again == "everything" else 2]:
         torch._dynamo.reset()
-        less, found = step(model, fitact.compile(model, error=error, fullgraph=True), (TOKENS, 256))
-        assert off(found, expected) <= limit
+        less, actual = step(model, fitact.compile(model, error=error, fullgraph=True), (TOKENS, 256))
+        assert off(actual, expected) <= limit
         assert less == size
 
 
@@ -77,15 +77,17 @@ def test_scaled_losses() -> None:
                 y = compiled(x)
             scaler.scale(1e-6 * y.float().square().mean()).backward()
             scaler.unscale_(optimizer)
-            gradients.append([one.grad.clone() for one in model.parameters()])
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
             scaler.step(optimizer)
             scaler.update()
         return gradients
 
-    expected, found = trained({}), trained(fitact.compile_options())
-    finite, same = ([all(one.isfinite().all() for one in step) for step in steps] for steps in (expected, found))
+    expected, actual = trained({}), trained(fitact.compile_options())
+    finite, same = (
+        [all(each.isfinite().all() for each in step) for step in steps] for steps in (expected, actual)
+    )
     assert finite == same and {*finite} == {False, True}
-    assert all(off(b, a) < 0.012 for a, b, known in zip(expected, found, finite, strict=True) if known)
+    assert all(off(b, a) < 0.012 for a, b, known in zip(expected, actual, finite, strict=True) if known)
 
 
 def test_accelerate() -> None:

@@ -93,12 +93,12 @@ def same(a: Asymptote, b: Asymptote) -> bool:
     return bool(a.kind == b.kind and [a.slope, a.intercept, a.limit] == numbers)
 
 
-def check_pieces(found: Monotone, low: float, high: float, directions: list[int], turns: list[float]) -> None:
-    assert math.isinf(found.reach)
-    assert [piece.direction for piece in found.pieces] == directions
-    assert (found.pieces[0].low, found.pieces[-1].high) == (low, high)
-    edges = [piece.low for piece in found.pieces[1:]]
-    assert edges == [piece.high for piece in found.pieces[:-1]]
+def check_pieces(actual: Monotone, low: float, high: float, directions: list[int], turns: list[float]) -> None:
+    assert math.isinf(actual.reach)
+    assert [piece.direction for piece in actual.pieces] == directions
+    assert (actual.pieces[0].low, actual.pieces[-1].high) == (low, high)
+    edges = [piece.low for piece in actual.pieces[1:]]
+    assert edges == [piece.high for piece in actual.pieces[:-1]]
     assert edges == pytest.approx(turns, rel=1e-12, abs=1e-15)
 
 
@@ -113,10 +113,10 @@ def test_catalog(name: str) -> None:
     assert f.breakpoints() == tuple(Breakpoint(*mark) for mark in sorted(marks))
     assert f.derivative_parity(10.0) == expected.parity
     assert same(f.asymptotes[0], expected.left) and same(f.asymptotes[1], expected.right)
-    found = f.monotone()
-    check_pieces(found, -REALS, REALS, expected.directions, expected.turns)
-    assert [root.at for root in found.roots] == pytest.approx([at for at, _ in expected.roots], rel=1e-12)
-    assert [(root.order_below, root.order_above) for root in found.roots] == [(n, n) for _, n in expected.roots]
+    actual = f.monotone()
+    check_pieces(actual, -REALS, REALS, expected.directions, expected.turns)
+    assert [root.at for root in actual.roots] == pytest.approx([at for at, _ in expected.roots], rel=1e-12)
+    assert [(root.order_below, root.order_above) for root in actual.roots] == [(n, n) for _, n in expected.roots]
     assert f.derivative_range() == pytest.approx(expected.range, rel=1e-12, abs=1e-15)
 
 
@@ -171,13 +171,13 @@ WINDOWS = sorted(edge + 2 * math.pi * k / 3 for k in range(-50, 50) for edge in 
 def test_pieces(text, domain, directions, turns, roots) -> None:
     f = Activation.of(text)
     low, high = domain or (-REALS, REALS)
-    found = f.monotone(low, high)
+    actual = f.monotone(low, high)
     if directions is None:  # they alternate
-        directions = [found.pieces[0].direction * (-1) ** k for k in range(len(turns) + 1)]
-    check_pieces(found, low, high, directions, turns)
+        directions = [actual.pieces[0].direction * (-1) ** k for k in range(len(turns) + 1)]
+    check_pieces(actual, low, high, directions, turns)
     if roots is not None:
-        assert [root.at for root in found.roots] == pytest.approx([at for at, _ in roots], rel=1e-14, abs=1e-15)
-        assert [(z.order_below, z.order_above) for z in found.roots] == [(n, n) for _, n in roots]
+        assert [root.at for root in actual.roots] == pytest.approx([at for at, _ in roots], rel=1e-14, abs=1e-15)
+        assert [(z.order_below, z.order_above) for z in actual.roots] == [(n, n) for _, n in roots]
 
 
 def test_pieces_begin_where_a_formula_is_defined_and_orders_may_differ() -> None:
@@ -227,9 +227,9 @@ BREAKS: dict[str, tuple[list[float], list[float]]] = {
 
 @pytest.mark.parametrize("text", BREAKS)
 def test_breakpoints(text: str) -> None:
-    found = Activation.of(text).breakpoints(-100, 100)
+    actual = Activation.of(text).breakpoints(-100, 100)
     for kind, at in zip(("jump", "corner"), BREAKS[text], strict=True):
-        assert [point.at for point in found if point.kind == kind] == pytest.approx(at, rel=1e-15, abs=0.0)
+        assert [point.at for point in actual if point.kind == kind] == pytest.approx(at, rel=1e-15, abs=0.0)
 
 
 def test_switch_points_include_harmless_ones() -> None:

@@ -31,7 +31,7 @@ def test_the_factors_give_the_product(text):
     g, u = rng.normal(0, 5, (2, 100))
     product = NAMED.get(text, text)
     expected = [
-        eval(product, REAL | {"g": MP.mpf(one), "u": MP.mpf(other)}) for one, other in zip(g, u, strict=True)
+        eval(product, REAL | {"g": MP.mpf(each), "u": MP.mpf(other)}) for each, other in zip(g, u, strict=True)
     ]
     np.testing.assert_allclose(gate.a.value(g) * gate.b.value(u), np.array(expected, float), rtol=1e-12)
     assert Gate(gate.name, gate.expression) == gate

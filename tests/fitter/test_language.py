@@ -26,7 +26,10 @@ log(1 + x**2)
 """)
 # No identity of `rewrite` covers these, and the check in floating point says so: test_values.py.
 REPORTED = ("soft_clipping", "colu", "soft_root_sign")
-FORMULAS = [*((one.name, one.text) for one in LITERATURE if one.name not in REPORTED), *((t, t) for t in PLAIN)]
+FORMULAS = [
+    *((each.name, each.text) for each in LITERATURE if each.name not in REPORTED),
+    *((t, t) for t in PLAIN),
+]
 FAR = np.geomspace(2e-3, 1e4, 33)
 POINTS = np.concatenate([np.linspace(-12, 12, 97), FAR, -FAR, np.random.default_rng(0).uniform(-100, 100, 32)])
 # Three terms of order 1 leave 2/(3π|x|³) of its derivative far out, and no atom has their sum.
@@ -39,12 +42,12 @@ def test_value_and_derivative(name, text):
     activation, oracle = Activation.of(text), real(text)
     for order, call in enumerate((activation.value, activation.derivative)):
         at = POINTS + 0.017 * order  # beside corners
-        for point, found in zip(at.tolist(), call(at).tolist(), strict=True):
+        for point, actual in zip(at.tolist(), call(at).tolist(), strict=True):
             with MP.workdps(60):
                 true, slope = (MP.diff(oracle, MP.mpf(point), k) for k in (order, order + 1))
                 scale = abs(true) + abs(point * slope)
             if scale < 1e300:
-                assert abs(found - true) <= 1e-12 * scale + CANCELS.get(name, 1e-37), (order, point, found)
+                assert abs(actual - true) <= 1e-12 * scale + CANCELS.get(name, 1e-37), (order, point, actual)
 
 
 @pytest.mark.parametrize("name", CATALOG)

@@ -42,8 +42,8 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
     formula = Learned.of("x/(1 + exp(-b*x))", {"b": (1.0, False)})
     swish = Learned.of("swish_beta", {})
     assert formula.formula == swish.formula.xreplace(dict(zip(swish.symbols, formula.symbols, strict=True)))
-    for one in (formula.derivative_formula, *formula.gradient_formulas):
-        assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
+    for gradient_formula in (formula.derivative_formula, *formula.gradient_formulas):
+        assert np.isfinite(formula.at_start(gradient_formula, np.array([-1e4, 1e4]))).all()
 
 
 def test_the_catalog_is_of_formulas_that_are_finite() -> None:

@@ -60,12 +60,12 @@ def reader(name: str) -> Callable[[str], Any]:
 @pytest.mark.parametrize("name", RECORDS)
 def test_round_trip(name: str) -> None:
     text = json.dumps(RECORDS[name], indent=2, sort_keys=True) + "\n"
-    found = reader(name)(text)
-    assert found.to_json() == text
+    actual = reader(name)(text)
+    assert actual.to_json() == text
     shuffled = {key: RECORDS[name][key] for key in sorted(RECORDS[name], reverse=True)}
-    assert reader(name)("\n" + json.dumps(shuffled, indent="\t") + "\n\n") == found
+    assert reader(name)("\n" + json.dumps(shuffled, indent="\t") + "\n\n") == actual
     if name != "weights":
-        assert found.digest() == hashlib.sha256(text.encode()).hexdigest()
+        assert actual.digest() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_integers_are_numbers() -> None:
@@ -254,7 +254,7 @@ BAD_FILES: dict[str, list[str | bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize(("part", "content"), [(part, one) for part, some in BAD_FILES.items() for one in some])
+@pytest.mark.parametrize(("part", "content"), [(part, each) for part, some in BAD_FILES.items() for each in some])
 def test_file_and_field_are_named(part: str, content: str | bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     if content is not None:

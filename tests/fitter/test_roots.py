@@ -48,7 +48,7 @@ def test_values_are_those_of_the_definition_and_enclosed(atom) -> None:
     at = np.concatenate([rng.normal(size=60) * 10.0 ** rng.integers(-8, 3, 60), [0.0, -40.0, 26.5, 700.0]])
     defined = real(f"{atom.__name__}(x)")
     bottom, top = enclose(atom(x), at, at)
-    found = evaluate(atom(x), at)
+    actual = evaluate(atom(x), at)
     with MP.workdps(700):
         for i, point in enumerate(at.tolist()):
             try:
@@ -62,7 +62,7 @@ def test_values_are_those_of_the_definition_and_enclosed(atom) -> None:
             if abs(true) < 1e300 and not (atom is atoms.tan and abs(point) > 100):
                 # SciPy's erfc rounds u² before it takes exp(−u²)
                 roundings = 44 + (point**2 if atom is atoms.erfc else 0)
-                assert abs(found[i] - true) <= 2.0**-52 * roundings * abs(true) + 1e-290
+                assert abs(actual[i] - true) <= 2.0**-52 * roundings * abs(true) + 1e-290
 
 
 def test_random_formulas_are_enclosed() -> None:
@@ -111,20 +111,20 @@ ROOTS: dict[str, tuple[float | tuple[float, float], list[float]]] = {
 def test_roots(text: str) -> None:
     end, expected = ROOTS[text]
     low, high = end if isinstance(end, tuple) else (-end, end)
-    found = roots(parse(text), low, high)
-    assert found.reach == math.inf
-    assert found.at == pytest.approx(expected, rel=1e-15, abs=0)
+    actual = roots(parse(text), low, high)
+    assert actual.reach == math.inf
+    assert actual.at == pytest.approx(expected, rel=1e-15, abs=0)
 
 
 @pytest.mark.parametrize("level", [1e-30, 1e-4, 0.3, 0.5, 0.999, 1 - 1e-9])
 @pytest.mark.parametrize("scale", [1e-6, 1, 1000])
 def test_roots_beside_flat_tails(level: float, scale: float) -> None:
     """Newton's steps are short there and lead slowly to the root, which is as far away as the domain's end."""
-    found = roots(parse(f"sigmoid({scale!r}*x) - {level!r}"), -REALS, REALS)
+    actual = roots(parse(f"sigmoid({scale!r}*x) - {level!r}"), -REALS, REALS)
     share, factor = MP.mpf(repr(level)), MP.mpf(repr(scale))
     expected = float(MP.log(share / (1 - share)) / factor)
-    assert found.reach == math.inf
-    assert found.at.tolist() == pytest.approx([expected], rel=1e-14, abs=1e-300)
+    assert actual.reach == math.inf
+    assert actual.at.tolist() == pytest.approx([expected], rel=1e-14, abs=1e-300)
 
 
 def test_signs_beside_zeros_and_flats() -> None:
@@ -140,11 +140,11 @@ def test_signs_beside_zeros_and_flats() -> None:
 
 
 def test_too_many_roots() -> None:
-    found = roots(parse("sin(x)"), -REALS, REALS, 20)
-    assert found.reach < math.inf
-    inside = int(found.reach / math.pi)
-    assert found.at == pytest.approx([k * math.pi for k in range(-inside, inside + 1)], rel=1e-15)
-    assert found.at.size >= 20
+    actual = roots(parse("sin(x)"), -REALS, REALS, 20)
+    assert actual.reach < math.inf
+    inside = int(actual.reach / math.pi)
+    assert actual.at == pytest.approx([k * math.pi for k in range(-inside, inside + 1)], rel=1e-15)
+    assert actual.at.size >= 20
 
 
 CANCELLING = [("1 + erf(x/sqrt(2))", -12.0), ("log(1 + exp(x))", -50.0), ("log(1 + exp(x))", -264.75)]

@@ -51,9 +51,9 @@ def test_the_values_stay_and_float32_is_no_worse(text: str) -> None:
     typed = parse(text)
     for formula, rewritten in ((typed, stable(typed)), (typed.diff(x), stable(stable(typed).diff(x)))):
         for point in POINTS:
-            expected, found = value(formula, point, 40), value(rewritten, point, 40)
+            expected, actual = value(formula, point, 40), value(rewritten, point, 40)
             if expected.is_finite():
-                assert abs(found - expected) <= 1e-15 * abs(expected) + 1e-300, point
+                assert abs(actual - expected) <= 1e-15 * abs(expected) + 1e-300, point
     # in float32, worse by 32 roundings at most, and better where the formula as typed is not finite
     at = np.array([*POINTS, -100.0, 100.0], dtype=np.float32)
     with np.errstate(all="ignore"):

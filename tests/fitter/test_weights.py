@@ -116,14 +116,14 @@ def fine(x: np.ndarray[Any, Any], width: float = 1 / 64) -> tuple[list[float], l
 )
 def test_a_coarse_histogram_has_the_datas_distribution(density: Any) -> None:
     x = density.ppf((np.arange(100_000) + 0.5) / 100_000)
-    found = of_counts(*fine(x))
-    assert len(found.masses) <= 128
-    assert sum(found.masses) == 100_000
-    sums = np.concatenate([[0], np.cumsum(found.masses)]) / 100_000
-    np.testing.assert_allclose(sums, density.cdf(found.edges), atol=2e-5)  # at the edges it is exact
+    actual = of_counts(*fine(x))
+    assert len(actual.masses) <= 128
+    assert sum(actual.masses) == 100_000
+    sums = np.concatenate([[0], np.cumsum(actual.masses)]) / 100_000
+    np.testing.assert_allclose(sums, density.cdf(actual.edges), atol=2e-5)  # at the edges it is exact
     at = np.linspace(density.ppf(1e-4), density.ppf(1 - 1e-4), 500)
-    np.testing.assert_allclose(np.interp(at, found.edges, sums), density.cdf(at), atol=2e-3)
-    assert found.masses[0] < 1e-3 * sum(found.masses)  # the tails have cells of their own
+    np.testing.assert_allclose(np.interp(at, actual.edges, sums), density.cdf(at), atol=2e-3)
+    assert actual.masses[0] < 1e-3 * sum(actual.masses)  # the tails have cells of their own
 
 
 @pytest.mark.parametrize("light", [1, 100, 3000])
@@ -131,10 +131,10 @@ def test_a_coarse_histogram_has_the_datas_distribution(density: Any) -> None:
 def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
     counts = np.ones(2000 + 3 * values, dtype=np.int64)
     counts[1000 : 1000 + 3 * values : 3] = light
-    found = of_counts(np.arange(len(counts) + 1).tolist(), counts.tolist())
-    assert sum(found.masses) == counts.sum()
-    assert len(found.masses) <= 200
-    shares = np.array(found.masses) / np.diff(found.edges)
+    actual = of_counts(np.arange(len(counts) + 1).tolist(), counts.tolist())
+    assert sum(actual.masses) == counts.sum()
+    assert len(actual.masses) <= 200
+    shares = np.array(actual.masses) / np.diff(actual.edges)
     if values < 60 and light == 3000:
         assert np.count_nonzero(shares == 3000) == values
 
@@ -180,11 +180,11 @@ def test_one_value_can_be_fitted(x: np.ndarray[Any, Any]) -> None:
 
 
 def test_the_weight_of_a_site() -> None:
-    one = calibrated(SAMPLE)
-    found = Calibration((one, replace(one, path="b", weight=Weight("normal"))))
-    assert from_json(found.to_json()) == found
-    assert one.quantiles == pytest.approx(np.quantile(SAMPLE, [0.001, 0.999]), abs=1 / 128)
-    assert (found.weight("b"), found.weight("act")) == (Weight("normal"), one.weight)
-    assert Calibration((one,)).weight() == one.weight
-    assert "it has 2 sites, choose one: 'act', 'b'" in refused(found.weight)
-    assert "it has no site 'c': there are 'act', 'b'" in refused(found.weight, "c")
+    each = calibrated(SAMPLE)
+    actual = Calibration((each, replace(each, path="b", weight=Weight("normal"))))
+    assert from_json(actual.to_json()) == actual
+    assert each.quantiles == pytest.approx(np.quantile(SAMPLE, [0.001, 0.999]), abs=1 / 128)
+    assert (actual.weight("b"), actual.weight("act")) == (Weight("normal"), each.weight)
+    assert Calibration((each,)).weight() == each.weight
+    assert "it has 2 sites, choose one: 'act', 'b'" in refused(actual.weight)
+    assert "it has no site 'c': there are 'act', 'b'" in refused(actual.weight, "c")

@@ -63,7 +63,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGVTALRM, stopped)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kept = json.loads(CASES.read_text("utf-8"))
+    held = json.loads(CASES.read_text("utf-8"))
     done: Counter[str] = Counter()
     failed: set[str] = set()
     end, longest = time.monotonic() + options.seconds, (0.0, "", "")
@@ -75,15 +75,15 @@ def main() -> int:
         make, check, _ = CHECKS[name]
         case = make(chance)
         began = time.process_time()
-        told = failure(check, case)
+        message = failure(check, case)
         longest = max(longest, (time.process_time() - began, name, str(case)[:150]))
         done[name] += 1
-        if told and (kind := told.partition(":")[0]) not in failed:
+        if message and (kind := message.partition(":")[0]) not in failed:
             failed.add(kind)
-            print(f"seed {options.seed}, case {number}, {name}: {told}\n  {str(case)!a:.2000}", flush=True)
-            kept.setdefault(name, []).append(case)
+            print(f"seed {options.seed}, case {number}, {name}: {message}\n  {str(case)!a:.2000}", flush=True)
+            held.setdefault(name, []).append(case)
     if failed:
-        CASES.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        CASES.write_text(json.dumps(held, indent=1) + "\n", "utf-8")
     print(f"{done.total()} cases from seed {options.seed}: {dict(done)}; {len(failed)} kinds of failure")
     print("longest, with its seconds of processor time: {:.1f} {} {!a}".format(*longest))
     return bool(failed)

@@ -60,8 +60,8 @@ def check_text(text: str) -> Activation | None:
         if activation is not None:
             for values in (activation.value, activation.derivative, activation.second_derivative):
                 for at in (AT, AT[0], AT.reshape(2, 2, 2)):
-                    found = values(at)
-                    assert found.dtype == np.float64 and found.shape == at.shape
+                    actual = values(at)
+                    assert actual.dtype == np.float64 and actual.shape == at.shape
     return activation
 
 
@@ -79,7 +79,7 @@ def check_formula(text: str) -> None:
         fit = answered(lambda: make("fewbit", activation, "a", bits=2))
     if fit is not None:
         again = check_fit(fit)
-        warned = any("beyond the domain" not in str(one.message) for one in caught)
+        warned = any("beyond the domain" not in str(each.message) for each in caught)
         check_values(again, load(fit), reported=warned)
 
 
@@ -154,14 +154,14 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
             assert not decided, f"the derivative is off by {error[i]} at x = {at[i]!r}, stated {most}"
         if reported:
             continue
-        found = y.detach().double().numpy()
+        actual = y.detach().double().numpy()
         with np.errstate(all="ignore"):
             scale = ROUNDINGS * UNIT[dtype] * (np.abs(true) + np.abs(at * slope))
-            off = np.abs(found - true)
+            off = np.abs(actual - true)
         # `float_check` tries float32; in float64 the roundings fall otherwise
         lost = LOST if dtype == torch.float32 else 8 * LOST * UNIT[torch.float64] / UNIT[torch.float32]
-        beyond = np.isinf(found) & (np.sign(found) == np.sign(true)) & (np.abs(true) > HUGE)
-        below = (found == 0) & (np.abs(true) < SMALL)
+        beyond = np.isinf(actual) & (np.sign(actual) == np.sign(true)) & (np.abs(true) > HUGE)
+        below = (actual == 0) & (np.abs(true) < SMALL)
         wrong = known & ~beyond & ~below & ~(off <= np.maximum(scale, lost * np.abs(true)) + TINY[dtype])
         for i in np.flatnonzero(wrong):
             if _undecided(activation.typed, at[i], UNIT[dtype]):
@@ -171,7 +171,7 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
             parts = [_exact(node, at[i]) for node in sympy.preorder_traversal(activation.typed)]
             largest = max(abs(size) for size in [*sides, *parts] if np.isfinite(size))
             assert near_root and off[i] <= ROUNDINGS * UNIT[dtype] * largest * 4, (
-                f"in {dtype} the value is {found[i]!r} at x = {at[i]!r} in place of {true[i]!r}"
+                f"in {dtype} the value is {actual[i]!r} at x = {at[i]!r} in place of {true[i]!r}"
             )
 
 
@@ -185,5 +185,5 @@ def _undecided(formula: Any, at: float, unit: float) -> bool:
 
 
 def _exact(formula: Any, at: float) -> float:
-    found = value(formula, at, DIGITS)
-    return float(found) if found.is_finite() else float("nan")
+    actual = value(formula, at, DIGITS)
+    return float(actual) if actual.is_finite() else float("nan")

@@ -61,14 +61,14 @@ def formula(chance: random.Random) -> str:
 def nest(chance: random.Random) -> str:
     """Return a formula wrapped again and again by the same few forms."""
     forms = chance.choices([*FORMS], [*FORMS.values()], k=chance.randint(1, 4))
-    found = tree(chance, 2)
+    actual = tree(chance, 2)
     for i in range(chance.randint(2, 30)):
         form = forms[i % len(forms)]
         here = chance.randrange(form.count("@"))
-        found = filled(form, (found if place == here else tree(chance, 1) for place in itertools.count()))
-        if len(found) > 1000:
+        actual = filled(form, (actual if place == here else tree(chance, 1) for place in itertools.count()))
+        if len(actual) > 1000:
             break
-    return found
+    return actual
 
 
 def row(chance: random.Random) -> str:

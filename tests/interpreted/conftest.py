@@ -19,7 +19,7 @@ _convert_float: Callable[..., Any] = interpreter._convert_float
 
 @cache
 def _languages(function: FunctionType) -> list[ModuleType]:
-    return [module for module in (tl, tl.core) if any(one is module for one in function.__globals__.values())]
+    return [module for module in (tl, tl.core) if any(each is module for each in function.__globals__.values())]
 
 
 def _prepare_once(function: FunctionType) -> Any:

@@ -78,9 +78,9 @@ SLACK = {
 @pytest.mark.parametrize("name", ULPS)
 def test_device_functions(name: str) -> None:
     at = values.function_points(name)
-    found = apply(getattr(math, name), torch.from_numpy(at.astype(np.float32))).double().numpy()
-    error, i = values.worst(found, values.FLOAT64[name](at), slack=SLACK.get(name, np.zeros_like)(at))
-    assert error <= ULPS[name], (at[i], found[i], error)
+    actual = apply(getattr(math, name), torch.from_numpy(at.astype(np.float32))).double().numpy()
+    error, i = values.worst(actual, values.FLOAT64[name](at), slack=SLACK.get(name, np.zeros_like)(at))
+    assert error <= ULPS[name], (at[i], actual[i], error)
     assert apply(getattr(math, name), torch.tensor([torch.nan])).isnan().all()
 
 
@@ -127,5 +127,5 @@ def test_power(n: int) -> None:
 def test_functions_that_do_not_round(name: str) -> None:
     x = torch.from_numpy(values.function_points(name).astype(np.float32))
     x = torch.cat([x, torch.tensor([torch.nan, torch.inf, -torch.inf])])
-    found = apply(getattr(math, name), x)
-    torch.testing.assert_close(found, getattr(torch, name)(x), rtol=0, atol=0, equal_nan=True)
+    actual = apply(getattr(math, name), x)
+    torch.testing.assert_close(actual, getattr(torch, name)(x), rtol=0, atol=0, equal_nan=True)

@@ -332,7 +332,7 @@ def test_codes_under_the_compiler() -> None:
     for name, inside in (("gelu_mlp", 4), ("swiglu_mlp", 8)):
         subject = reference(name)
         plain, codes, float8, low = compiled(subject, [0.9, 0.7], coded=[0.9])
-        assert [one.stored for one in (plain, codes, float8, low)] == ["", "codes", "float8", ""]
+        assert [each.stored for each in (plain, codes, float8, low)] == ["", "codes", "float8", ""]
         assert plain.saved.bytes == low.saved.bytes == (inside + 1) * unit * 2
         assert codes.saved.bytes == 2 * unit + inside * unit * 8.3125 / 8
         assert 0 < float8.saved.bytes - (inside + 1) * unit < unit // 64
@@ -417,7 +417,7 @@ def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     subject.model.zero_grad(set_to_none=True)
     with candidate(name, subject.model):
         peak = whole_step(subject).peak
-    fixed = sum(one.nbytes for one in subject.model.parameters())
+    fixed = sum(parameter.nbytes for parameter in subject.model.parameters())
     assert fixed + peak == pytest.approx(tracked, rel=0.01, abs=subject.call.args[0].nbytes)
 
 
@@ -511,10 +511,10 @@ def test_a_large_model() -> None:
     assert (blocks, round(parameters / 1e8)) == (32, 120) and most < 4 * 2**20
 
 
-@pytest.mark.parametrize("way", [dict, SimpleNamespace])
-def test_backward_starts_from_the_loss_of_any_output(way: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_backward_starts_from_the_loss_of_any_output(kind: Callable[..., Any]) -> None:
     """A plain dictionary's loss is found, too, and its other outputs get no gradient."""
-    model = built(lambda self, x: way(logits=self.linear(x), loss=self.linear(x).mean()), linear=nn.Linear(8, 8))
+    model = built(lambda self, x: kind(logits=self.linear(x), loss=self.linear(x).mean()), linear=nn.Linear(8, 8))
     subject = prepare(from_callable(lambda batch: (model, torch.randn(batch, 8))), batch=2, seq=1)
     assert [start.shape for start in subject.run()] == [()]
 
@@ -552,7 +552,7 @@ def test_table_of_the_alternatives(command: Command, tmp_path: Path) -> None:
     columns += ["checkpointing, selective", "compiler, budget 1", "compiler, budget 0.7"]
     for line, row in zip(lines, table, strict=True):
         assert command(f"{line} -o found.json")[0] == 0
-        rows = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
+        rows = {row["name"]: row for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
         assert row.split(" | ") == [cell(rows[name]) for name in columns], line
 
 

@@ -53,7 +53,7 @@ def test_what_is_saved_is_seen_and_backward_uses_it() -> None:
     x, seen = torch.randn(8, requires_grad=True), list[Tensor]()
     with watching_saved(seen.append):
         y = x.tanh()
-    assert [one.data_ptr() for one in seen] == [y.data_ptr()]
+    assert [each.data_ptr() for each in seen] == [y.data_ptr()]
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(grad, 1 - y * y)
     (second,) = torch.autograd.grad(grad.sum(), x)
@@ -78,5 +78,5 @@ def test_measuring_leaves_no_tensor_behind(name: str) -> None:
     for _ in range(3):  # the first time makes what stays for good, such as tables of codes
         MEASURING[name](model, x)
         gc.collect()
-        alive.append(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))
+        alive.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
     assert alive[2] == alive[1]

@@ -135,23 +135,23 @@ def polish(name, borders, pinned=(), domain=DOMAIN, weight="uniform", *, rough=F
 
     options = {"ftol": 1e-8, "gtol": 1e-7} if rough else {"ftol": 1e-14, "gtol": 1e-11}
     bounds = [(low, high)] * count
-    found = optimize.minimize(
+    actual = optimize.minimize(
         loss, borders, jac=True, method="L-BFGS-B", bounds=bounds, options=options | {"maxiter": 300}
     )
-    return found.fun, found.x
+    return actual.fun, actual.x
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", cases([name] for name in sorted({*TABLE1["rows"], *OPTIMUM["rows"]})))
 def test_no_worse_than_published_and_than_the_optimum_on_8000_cells(name, bits):
-    found = fitted(name, bits)
+    actual = fitted(name, bits)
     if name in TABLE1["rows"]:
-        assert found.error["objective"] <= (TABLE1["rows"][name][bits - 1] or 0.0) + 0.5e-4
+        assert actual.error["objective"] <= (TABLE1["rows"][name][bits - 1] or 0.0) + 0.5e-4
     if row := OPTIMUM["rows"].get(name):
-        assert found.even == (row["optimum_even"] is not None)
-        assert found.error["objective"] <= (row["optimum_even"] or row["optimum"])[bits - 1] * (1 + 1e-6)
+        assert actual.even == (row["optimum_even"] is not None)
+        assert actual.error["objective"] <= (row["optimum_even"] or row["optimum"])[bits - 1] * (1 + 1e-6)
     if bits == 3 and name in OPTIMUM["continuous_optimum_3bit"]:
-        assert found.error["objective"] == pytest.approx(OPTIMUM["continuous_optimum_3bit"][name], rel=1e-9)
+        assert actual.error["objective"] == pytest.approx(OPTIMUM["continuous_optimum_3bit"][name], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -203,16 +203,16 @@ def test_no_random_restart_is_better(name, bits, domain, weight):
     low, high = domain = (0.0 if a_fit.even else domain[0], domain[1])
     centre, unit = NARROW.get(weight, (0, 1))
     rng = np.random.default_rng(bits)
-    found = []
+    results = []
     for i in range(60):
         pinned = [jump for k, jump in enumerate(ORACLES[name].jumps) if i >> k & 1]
         reach = unit * (10.0, 4.0, 1.5)[i % 3]
         # a window, either way round
         left, right = rng.uniform(max(low, centre - reach), min(high, centre + reach), 2)
         start = left + (right - left) * rng.random(2**bits - 1 - len(pinned))
-        found.append((*polish(name, start, pinned, domain, weight, rough=True), pinned))
-    found.sort(key=lambda one: one[0])
-    least = min(polish(name, free, pinned, domain, weight)[0] for _, free, pinned in found[:4])
+        results.append((*polish(name, start, pinned, domain, weight, rough=True), pinned))
+    results.sort(key=lambda each: each[0])
+    least = min(polish(name, free, pinned, domain, weight)[0] for _, free, pinned in results[:4])
     least *= 1 + a_fit.even
     stated = a_fit.error["objective"]
     slack = 1e-5 if weight in NARROW else 1e-9 if high - low < 100 else 1e-6  # borders are float32 numbers
@@ -242,11 +242,11 @@ def test_even_needs_a_symmetric_derivative_and_domain(name, domain, weight, even
 @pytest.mark.parametrize("bits", BITS)
 def test_a_weight_that_is_not_symmetric_counts_on_both_sides(bits):
     """An error of a function of |x| counts w(x) + w(-x)."""
-    one, folded = (fitted("tanh", bits, DOMAIN, weight) for weight in ("exp(x/4)", "(exp(x/4) + exp(-x/4))/2"))
-    assert one.even
-    np.testing.assert_allclose(one.borders, folded.borders, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(one.levels, folded.levels, rtol=1e-6, atol=1e-6)
-    assert one.error["objective"] == pytest.approx(folded.error["objective"], rel=1e-8)
+    each, folded = (fitted("tanh", bits, DOMAIN, weight) for weight in ("exp(x/4)", "(exp(x/4) + exp(-x/4))/2"))
+    assert each.even
+    np.testing.assert_allclose(each.borders, folded.borders, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(each.levels, folded.levels, rtol=1e-6, atol=1e-6)
+    assert each.error["objective"] == pytest.approx(folded.error["objective"], rel=1e-8)
 
 
 def test_a_step_function_of_x_is_taken_where_it_is_better():

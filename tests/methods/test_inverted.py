@@ -129,11 +129,13 @@ def test_the_papers_approximants(name, published, of_dtypes):
     fit = inverted_published.published(f"{name}_inverted_published")
     x = np.linspace(-20, 20, 400_001)
     parts = json.loads(fit.to_json())["approximants"]["float32"]
-    wrong = [np.abs(paper(one, value(x), one["anchor"]) - derivative(x)) for one in parts]
+    wrong = [np.abs(paper(part, value(x), part["anchor"]) - derivative(x)) for part in parts]
     off = [wrong[0][x < middle].max(), wrong[1][x > middle].max()]
     assert [float(f"{error:.3g}") for error in off] == list(published)
     assert fit.bits == 1 and fit.borders["float32"] == (np.float32(middle),)
-    assert [one.error for one in fit.approximants["float32"]] == pytest.approx(off, abs=1e-4)  # of rounded y
+    assert [approximant.error for approximant in fit.approximants["float32"]] == pytest.approx(
+        off, abs=1e-4
+    )  # of rounded y
     assert [fit.error[dtype] for dtype in ("bfloat16", "float16", "float32")] == pytest.approx(of_dtypes, abs=6e-5)
 
 

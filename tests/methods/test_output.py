@@ -32,7 +32,7 @@ def compare(value: Callable, derivative: Callable, corners: tuple[float, ...]) -
 
 
 def test_what_is_shipped() -> None:
-    assert {one.plain for one in outputs()} == set(CLOSED)
+    assert {each.plain for each in outputs()} == set(CLOSED)
     more = {"hardsigmoid", "identity", "logsigmoid"}  # where others save as much
     assert {name for name, entry in CATALOG.items() if entry.output} == set(CLOSED) | more
 
@@ -94,10 +94,10 @@ def test_the_closed_form_holds_for_the_parameters_or_is_refused(slope: float) ->
         assert (fit.activation.parameters, fit.derivative) == ({"negative_slope": 0.2}, "where(y > 0, 1, 1/5)")
 
 
-def measured(one: Output, x: np.ndarray, dtype: torch.dtype) -> float:
-    x = torch.from_numpy(x[np.isfinite(x) & ~np.isin(x, one.corners)].astype(np.float64))
-    true, y = one.baseline_gradient(x, torch.ones_like(x)), one.baseline(x).to(dtype).double()
-    error = (one.derivative(y).float() - true).abs() / true.abs().clamp(min=1)
+def measured(each: Output, x: np.ndarray, dtype: torch.dtype) -> float:
+    x = torch.from_numpy(x[np.isfinite(x) & ~np.isin(x, each.corners)].astype(np.float64))
+    true, y = each.baseline_gradient(x, torch.ones_like(x)), each.baseline(x).to(dtype).double()
+    error = (each.derivative(y).float() - true).abs() / true.abs().clamp(min=1)
     return float(error[y.isfinite() & true.isfinite()].max())
 
 
@@ -114,5 +114,5 @@ def test_stated_error_of_float32(one: Output) -> None:
     """Of another sample, up to a tenth, as both are maxima of many roundings, and two roundings in the formula."""
     chance = np.random.default_rng(1)
     x = np.concatenate([chance.uniform(-20, 20, 300_000), chance.uniform(-1, 1, 100_000)]).astype(np.float32)
-    found = measured(one, x, torch.float32)
-    assert 0.9 * found <= one.error(torch.float32) <= 1.1 * found + 2 * 2.0**-24
+    actual = measured(one, x, torch.float32)
+    assert 0.9 * actual <= one.error(torch.float32) <= 1.1 * actual + 2 * 2.0**-24

@@ -151,15 +151,15 @@ def test_as_good_as_a_long_search(name, bits):
 
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC[1:])))
 def test_states_the_distance_over_all_reals_and_ends_on_both_asymptotes(name, bits):
-    oracle, found = ORACLES[name], mixed(name, bits)
-    assert found.objective == pytest.approx(distance(oracle, found.knots, found.slopes), rel=1e-8)
+    oracle, actual = ORACLES[name], mixed(name, bits)
+    assert actual.objective == pytest.approx(distance(oracle, actual.knots, actual.slopes), rel=1e-8)
     (m0, b0), (m1, b1) = oracle.left, oracle.right
-    weights = np.diff(found.slopes)
-    assert found.knots.shape == weights.shape == (2**bits - 1,)
-    assert np.all(np.diff(found.knots) > 0)
-    assert found.slopes[0] == pytest.approx(m0, abs=1e-12)
+    weights = np.diff(actual.slopes)
+    assert actual.knots.shape == weights.shape == (2**bits - 1,)
+    assert np.all(np.diff(actual.knots) > 0)
+    assert actual.slopes[0] == pytest.approx(m0, abs=1e-12)
     assert weights.sum() == pytest.approx(m1 - m0, abs=1e-12)
-    assert -(weights @ found.knots) == pytest.approx(b1 - b0, abs=1e-12)
+    assert -(weights @ actual.knots) == pytest.approx(b1 - b0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +171,17 @@ def test_states_the_distance_over_all_reals_and_ends_on_both_asymptotes(name, bi
 )
 def test_states_the_distance_of_derivatives_with_levels_that_are_means(name, bits):
     """Few-Bit's equations 4 and 5, the outer levels pinned to the slopes of the asymptotes."""
-    oracle, found = ORACLES[name], mixed(name, bits, "derivative")
+    oracle, actual = ORACLES[name], mixed(name, bits, "derivative")
     if bits < 4:
-        exact = distance(oracle, found.knots, found.slopes, "derivative")
-        assert found.objective == pytest.approx(exact, rel=1e-8)
-    assert np.all(np.diff(found.knots) > 0)
-    assert found.slopes[[0, -1]].tolist() == [oracle.left[0], oracle.right[0]]
-    means = [(oracle.value(b) - oracle.value(a)) / (b - a) for a, b in pairwise(found.knots)]
-    assert found.slopes[1:-1] == pytest.approx(means, rel=1e-9, abs=1e-10)
-    smooth = np.abs(found.knots[:, None] - np.array([*oracle.breaks, np.inf])).min(axis=1) > 1e-6
-    middle = (found.slopes[1:] + found.slopes[:-1]) / 2
-    assert oracle.derivative(found.knots)[smooth] == pytest.approx(middle[smooth], rel=0, abs=2.0**-24)
+        exact = distance(oracle, actual.knots, actual.slopes, "derivative")
+        assert actual.objective == pytest.approx(exact, rel=1e-8)
+    assert np.all(np.diff(actual.knots) > 0)
+    assert actual.slopes[[0, -1]].tolist() == [oracle.left[0], oracle.right[0]]
+    means = [(oracle.value(b) - oracle.value(a)) / (b - a) for a, b in pairwise(actual.knots)]
+    assert actual.slopes[1:-1] == pytest.approx(means, rel=1e-9, abs=1e-10)
+    smooth = np.abs(actual.knots[:, None] - np.array([*oracle.breaks, np.inf])).min(axis=1) > 1e-6
+    middle = (actual.slopes[1:] + actual.slopes[:-1]) / 2
+    assert oracle.derivative(actual.knots)[smooth] == pytest.approx(middle[smooth], rel=0, abs=2.0**-24)
 
 
 def evolved(name):
@@ -200,15 +200,15 @@ def evolved(name):
         slopes = np.array([oracle.left[0], *means[1:3], oracle.right[0]])
         return (w * (target - slopes[piece]) ** 2).sum(), knots, slopes
 
-    found = optimize.differential_evolution(lambda knots: fitted(knots)[0], [(-8, 8)] * 3, rng=0, tol=1e-9)
-    return fitted(found.x)[1:]
+    actual = optimize.differential_evolution(lambda knots: fitted(knots)[0], [(-8, 8)] * 3, rng=0, tol=1e-9)
+    return fitted(actual.x)[1:]
 
 
 @pytest.mark.parametrize("name", full([name for name in SEARCHED if name not in ALGEBRAIC], ("gelu", "elu")))
 def test_evolution_of_three_knots_finds_nothing_better(name):
     """Of the other objective there is a long search above."""
-    least, found = distance(ORACLES[name], *evolved(name), "derivative"), mixed(name, 2, "derivative").objective
-    assert 0.99 * least < found <= least * (1 + 1e-7)
+    least, actual = distance(ORACLES[name], *evolved(name), "derivative"), mixed(name, 2, "derivative").objective
+    assert 0.99 * least < actual <= least * (1 + 1e-7)
 
 
 UNSEEN = "its slope changes too far from 0, or too suddenly"
@@ -254,9 +254,9 @@ def test_a_slow_tail_whose_square_has_an_integral(power, objective):
         lambda x: 1 - power * x * (1 + x * x) ** (-power / 2 - 1),
         *((1.0, 0.0), (1.0, 0.0)),
     )
-    found = relumix.mixture(Activation.of(oracle.text), 2, objective, relumix.RESTARTS, 0, float)
-    exact = distance(oracle, found.knots, found.slopes, objective)
-    assert found.objective == pytest.approx(exact, rel=1e-4)
+    actual = relumix.mixture(Activation.of(oracle.text), 2, objective, relumix.RESTARTS, 0, float)
+    exact = distance(oracle, actual.knots, actual.slopes, objective)
+    assert actual.objective == pytest.approx(exact, rel=1e-4)
 
 
 # text, bits, knots, slopes
@@ -293,8 +293,8 @@ def test_broken_lines_are_exact(text, bits, knots, slopes, objective):
     "text", ["relu(x) + exp(-(x - 9)**2)", "abs(x) + 0.5*exp(-20*(x + 7)**2)", "relu(x) + 0.1*tanh(x - 20)"]
 )
 def test_what_bends_far_from_its_corners_is_no_broken_line(text, objective):
-    found = relumix.mixture(Activation.of(text), 2, objective, relumix.RESTARTS, 0, float)
-    assert found.objective > 1e-4
+    actual = relumix.mixture(Activation.of(text), 2, objective, relumix.RESTARTS, 0, float)
+    assert actual.objective > 1e-4
 
 
 GELU = 0.009506935047567, 0.0451892048645  # by the tests above
@@ -308,10 +308,10 @@ SIMILAR = [
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("text", "width", "height"), SIMILAR)
 def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objective):
-    found = relumix.mixture(Activation.of(text), 2, objective, 1, 0, float)
+    actual = relumix.mixture(Activation.of(text), 2, objective, 1, 0, float)
     primitive = objective == "primitive"
     expected = GELU[0] * width * height**2 if primitive else GELU[1] * height**2 / width
-    assert found.objective == pytest.approx(expected, rel=1e-6, abs=0)
+    assert actual.objective == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 def test_progress_reaches_the_end_and_never_turns_back():

@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let small memories be offloaded, too."""
     monkeypatch.setattr(offload, "LEAST", 2**12)
     yield
-    assert not any(one.bytes for one in offload._made.offloads.values())
+    assert not any(each.bytes for each in offload._made.offloads.values())
 
 
 def made() -> tuple[nn.Module, Tensor]:
@@ -79,21 +79,21 @@ def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPat
     plan.apply(model)
     monkeypatch.setattr(offload, "_made", offload._Made())
     with pytest.warns(UserWarning, match="offload moves nothing: tensors of the device cpu"):
-        found = results(model, inputs)
-    assert error != "exact" or not differences(found, expected)
+        actual = results(model, inputs)
+    assert error != "exact" or not differences(actual, expected)
     meter = Meter([*model.parameters()], CPU)
     monkeypatch.setitem(offload.LINKS, HOST, MeteredLink(meter, LINK))
     with meter:
         step(model, inputs)
-    owned = sum(one.nbytes for one in model.parameters())
+    owned = sum(parameter.nbytes for parameter in model.parameters())
     model.zero_grad(set_to_none=True)
     assert meter.peak + owned == pytest.approx(plan.peak, rel=1e-3)
     assert meter.clock == pytest.approx(plan.seconds, rel=0.01)
     link = SimulatedLink(1e9)
     monkeypatch.setitem(offload.LINKS, HOST, link)
     for _ in range(3):
-        found = results(model, inputs)
-    assert error != "exact" or not differences(found, expected)
+        actual = results(model, inputs)
+    assert error != "exact" or not differences(actual, expected)
     assert 0.5 * plan.host < link.most <= plan.host
     fitact.revert(model)
     assert not differences(results(model, inputs), expected)

@@ -82,9 +82,9 @@ def step(model: nn.Module, inputs: Inputs, autocast: torch.dtype | None = None) 
 
 
 def results(model: nn.Module, inputs: Inputs, autocast: torch.dtype | None = None) -> list[Tensor | None]:
-    found = [step(model, inputs, autocast), *(each.grad for each in model.parameters())]
+    actual = [step(model, inputs, autocast), *(each.grad for each in model.parameters())]
     model.zero_grad(set_to_none=True)
-    return found
+    return actual
 
 
 GIVEN: dict[str, Any] = {"optimizer": "none", "device": CPU}
@@ -110,22 +110,22 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
     with Meter(owned, CPU) as meter:
         step(twin, inputs)
     twin.zero_grad(set_to_none=True)
-    assert meter.peak + sum(one.nbytes for one in owned) == pytest.approx(plan.peak, rel=1e-3)
+    assert meter.peak + sum(each.nbytes for each in owned) == pytest.approx(plan.peak, rel=1e-3)
     if not any("bit" in group.policy for group in plan.groups):  # PyTorch's tracker sees what a kernel unpacks
         tracked = peak_memory(lambda: step(twin, inputs), twin)["total"]
-        counted = (tracked, tracked - sum(one.nbytes for one in given))  # it counts them if they are detached
+        counted = (tracked, tracked - sum(each.nbytes for each in given))  # it counts them if they are detached
         assert plan.peak in [pytest.approx(each, rel=1e-3) for each in counted]
-    if not any(CHECKPOINT in vars(one) for one in twin.modules()):
+    if not any(CHECKPOINT in vars(module) for module in twin.modules()):
         with count_saved(twin) as saved:
             output = twin(*inputs.args, **inputs.kwargs)
         del output
-        others = saved.storages.keys() - {storage_id(one) for one in given}
+        others = saved.storages.keys() - {storage_id(each) for each in given}
         assert sum(saved.storages[key].nbytes() for key in others) == pytest.approx(plan.saved, rel=0.01)
     twin.zero_grad(set_to_none=True)
     if error == "exact":
         assert not differences(results(twin, inputs), results(model, inputs))
     fitact.revert(twin)
-    assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
+    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
     return plan
 
 
@@ -326,14 +326,14 @@ def test_gradients_that_accumulate() -> None:
     model, x = stack()
     made = fitact.planner(model, example_inputs=x, **GIVEN, accumulate=True)
     for error in ("exact", "rounding"):
-        found = halfway(made, error)
-        found.apply(model)
+        actual = halfway(made, error)
+        actual.apply(model)
         step(model, Inputs((x,)))
         peak = peak_memory(lambda: step(model, Inputs((x,))), model)["total"]
-        assert peak == pytest.approx(found.peak, rel=0.01)
+        assert peak == pytest.approx(actual.peak, rel=0.01)
         fitact.revert(model)
         model.zero_grad(set_to_none=True)
-    once, trained = fitact.planner(model, example_inputs=x, **GIVEN, ddp=True), found.gradients
+    once, trained = fitact.planner(model, example_inputs=x, **GIVEN, ddp=True), actual.gradients
     assert once.fixed == made.fixed == 2 * trained and once.plan(1, "exact").gradients == 2 * trained
     with pytest.raises(UsageError, match="fsdp 2, ddp: expected one of them"):
         fitact.planner(model, example_inputs=x, ddp=True, fsdp=2)
@@ -372,9 +372,9 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
         return dataclasses.replace(done, peak=done.peak + (high - low) // 8)
 
     monkeypatch.setattr(make, "step", noted)
-    found = planner().plan((planner().fixed + room) / GIB, "exact")
-    assert found.fits
-    assert 1 < len(tried) == len({tuple(one) for one in tried})
+    actual = planner().plan((planner().fixed + room) / GIB, "exact")
+    assert actual.fits
+    assert 1 < len(tried) == len({tuple(each) for each in tried})
 
 
 def routed(self: Any, x: Tensor) -> Tensor:

@@ -22,16 +22,16 @@ def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Stage]:
 
 def everything(given: list[Stage]) -> list[tuple[int, float, int]]:
     """Return peak, time and bytes on the host of every sequence of options."""
-    found = []
+    results = []
     for chosen in product(*(product(range(len(s.options)), repeat=s.count) for s in given)):
         level, most = 0, 0
         blocks = [(s, s.options[i]) for s, some in zip(given, chosen, strict=True) for i in some]
-        for at, (_, one) in enumerate(blocks):
+        for at, (_, block) in enumerate(blocks):
             later = sum(s.grads for s, _ in blocks[at + 1 :])
-            most = max(most, level + one.high + later)
-            level += one.saved
-        found.append((most, sum(one.seconds for _, one in blocks), sum(one.host for _, one in blocks)))
-    return found
+            most = max(most, level + block.high + later)
+            level += block.saved
+        results.append((most, sum(block.seconds for _, block in blocks), sum(block.host for _, block in blocks)))
+    return results
 
 
 # The last three seeds tell the sum of times from that of their roots.
@@ -52,7 +52,7 @@ def test_the_optimum_is_that_of_brute_force(seed: int, counts: tuple[int, ...]) 
             assert [len(some) for some in options] == [s.count for s in given]
             assert peak(given, options) <= room
             chosen = [s.options[i] for s, some in zip(given, options, strict=True) for i in some]
-            assert sum(one.host for one in chosen) <= host
+            assert sum(each.host for each in chosen) <= host
             best = min(time for most, time in every if most <= room)
             assert seconds(given, options) == pytest.approx(best, rel=1e-9)
 

@@ -58,9 +58,9 @@ CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]
     "one group, dropout": lambda: (tensors(heads=1), None, {"enable_gqa": True, "dropout_p": 0.3}),
     "contiguous": lambda: (tensors(torch.randn), bias(), {}),
     "columns": lambda: (tensors(lambda *sizes: torch.randn(*sizes).mT.contiguous().mT), bias(), {}),
-    "one text": lambda: ([one[:1] for one in tensors()], bias(), {}),
+    "one text": lambda: ([tensor[:1] for tensor in tensors()], bias(), {}),
     "rows without": lambda: (tensors(), bias().index_fill(-2, torch.tensor([2]), -torch.inf), {}),
-    "three dimensions": lambda: ([one[0] for one in tensors()], bias(ROWS, ROWS), {"dropout_p": 0.3}),
+    "three dimensions": lambda: ([tensor[0] for tensor in tensors()], bias(ROWS, ROWS), {"dropout_p": 0.3}),
     "every other": lambda: ([torch.randn(BATCH, HEADS, ROWS, 2 * WIDTH)[..., ::2] for _ in "qkv"], bias(), {}),
 }
 
@@ -132,7 +132,7 @@ def test_only_where_pytorch_fuses_nothing(case: str, fake: bool) -> None:
     options: dict[str, Any] = {"is_causal": case == "causal", "dropout_p": 0.1 * (case == "dropout")}
     backends = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * (case != "not allowed")
     with FakeTensorMode() if fake else nullcontext(), sdpa_kernel(backends):
-        given = [one.requires_grad_() for one in tensors()]
+        given = [tensor.requires_grad_() for tensor in tensors()]
         if case in ("given", "bool", "trained"):
             options["attn_mask"] = bias() > 0 if case == "bool" else bias().requires_grad_(case == "trained")
         node = attend(*given, **options).grad_fn
@@ -154,7 +154,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_pytorch_says(name: str) -> None:
-    given = dict(zip(("query", "key", "value"), (one.requires_grad_() for one in tensors()), strict=True))
+    given = dict(zip(("query", "key", "value"), (tensor.requires_grad_() for tensor in tensors()), strict=True))
     messages = []
     for context in (nullcontext(), fitact.saving()):
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
@@ -192,8 +192,8 @@ def test_run_once_in_a_pass(trained: bool) -> None:
     with fitact.saving(recompute_attention=True):
         loss = model(x).sin().sum()
     with Operators() as counted:
-        found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
-    assert all(torch.equal(one, x.grad) for one in found if x.grad is not None)
+        actual = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+    assert all(torch.equal(each, x.grad) for each in actual if x.grad is not None)
     for operators, runs in ((expected, 1), (counted, 2)):
         fused = ["backward" in name for name in operators.names if "flash_attention" in name]
         assert (fused.count(False), fused.count(True)) == (runs, runs)
@@ -209,16 +209,16 @@ def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
 
 def test_second_derivative_if_it_runs_again() -> None:
     """Of attention that is not fused: PyTorch has no other's. Its terms are added in another order."""
-    found = []
+    results = []
     for context in (nullcontext(), fitact.saving(recompute_attention=True)):
         torch.manual_seed(0)
         q, k, v = (turned(1, 2, 4, 8).requires_grad_() for _ in "qkv")
         with context, sdpa_kernel(SDPBackend.MATH):
             y = attend(q, k, v)
         (first,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
-        found.append([first, *torch.autograd.grad(first.square().sum(), (q, k, v))])
-    assert torch.equal(*(one[0] for one in found))
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+        results.append([first, *torch.autograd.grad(first.square().sum(), (q, k, v))])
+    assert torch.equal(*(each[0] for each in results))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -268,9 +268,9 @@ def test_models(name: str, setting: str) -> None:
     make, run = partial(model_of, name), partial(call, name)
     models = agree(make, partial(saving.train, call=run), torch.randn(2, 8, 48), dtype, autocast)
     wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
-    blocks = [one for one in models[0].modules() if type(one).__name__ in BLOCKS]
+    blocks = [module for module in models[0].modules() if type(module).__name__ in BLOCKS]
     with cast(autocast):
-        before, after = (saving.saved_bytes_of(one, lambda one=one: run(one, wide)) for one in models)
+        before, after = (saving.saved_bytes_of(each, lambda model=each: run(model, wide)) for each in models)
         with count_saved(models[0]) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
             y = run(models[0], wide)
     del y

@@ -49,11 +49,11 @@ def tiles_of(x: np.ndarray) -> list[np.ndarray]:
 
 def shifts_of(tile: np.ndarray) -> np.ndarray:
     """Return how far each channel's mean exponent is above that of the tile, from 2 to 15, else 0."""
-    exponents = [[int(e) for e in np.floor(np.log2(np.abs(one[one != 0])))] for one in tile.T]
-    every = [e for one in exponents for e in one]
+    exponents = [[int(e) for e in np.floor(np.log2(np.abs(each[each != 0])))] for each in tile.T]
+    every = [e for exponent in exponents for e in exponent]
     mean = Fraction(sum(every), max(len(every), 1))
-    above = [Fraction(sum(one), len(one)) - mean if one else 0 for one in exponents]
-    rounded = np.array([math.floor(one + Fraction(1, 2)) for one in above])
+    above = [Fraction(sum(exponent), len(exponent)) - mean if exponent else 0 for exponent in exponents]
+    rounded = np.array([math.floor(each + Fraction(1, 2)) for each in above])
     return np.where(rounded >= 2, np.minimum(rounded, 15), 0)
 
 
@@ -85,9 +85,9 @@ def test_definition(dtype: torch.dtype, bits: int) -> None:
         assert y.shape == x.shape and y.dtype == dtype
         tiles, decoded = tiles_of(x.double().numpy()), tiles_of(y.double().numpy())
         numbers = tiles_of(np.arange(math.prod(shape)).reshape(shape))
-        found = unpacked(shifts) & 15
+        actual = unpacked(shifts) & 15
         q = unpacked(codes)
-        for tile, after, number, values in zip(tiles, decoded, numbers, found, strict=True):
+        for tile, after, number, values in zip(tiles, decoded, numbers, actual, strict=True):
             d = shifts_of(tile)
             assert np.array_equal(values, d), shape
             blocks = number[:, 0] // 64
@@ -112,7 +112,7 @@ def test_bytes(bits: int) -> None:
     """Whole tiles take k bits and 5/16 of one; others little more, also where the features are few."""
     for shape in SHAPES:
         parts = encode(torch.ones(shape), bits)
-        assert sum(one.untyped_storage().nbytes() for one in parts) == nbytes(shape, bits)
+        assert sum(part.untyped_storage().nbytes() for part in parts) == nbytes(shape, bits)
     assert nbytes((4, 128, 320), bits) * 8 == (bits + 0.3125) * 4 * 128 * 320
     for features in (1, 7, 48, 97, 1000):
         assert nbytes((4096, features), bits) * 8 <= (bits + 0.3125) * 4096 * features
@@ -182,4 +182,4 @@ def test_tensors_without_numbers(device: str) -> None:
         parts = encode(x, 3, signs=True)
         y = decode(*parts, x.shape, x.dtype)
         assert y.shape == x.shape and y.device == x.device
-        assert sum(one.nbytes for one in parts) == nbytes(x.shape, 3)
+        assert sum(part.nbytes for part in parts) == nbytes(x.shape, 3)

@@ -80,7 +80,7 @@ LEFT: dict[str, dict[str, Any]] = {
 def test_what_is_left_to_pytorch(name: str) -> None:
     dtype = torch.float32 if name == "probabilities" else HALF
     models = agree(partial(model_of, **LEFT[name]), x=X, dtype=dtype)
-    assert len({type(one(X.to(dtype)).grad_fn) for one in models}) == 1
+    assert len({type(model(X.to(dtype)).grad_fn) for model in models}) == 1
 
 
 def test_a_second_derivative() -> None:
@@ -94,15 +94,15 @@ def test_a_second_derivative() -> None:
 def test_a_second_derivative_of_several_pieces() -> None:
     """Backward runs them anew as one, so sums are rounded otherwise."""
     x, w, target = torch.randn(64, 16), torch.randn(16, 7), torch.randint(0, 7, (64,))
-    found = []
+    results = []
     for context in (nullcontext(), fitact.saving()):
-        leaf, weight = (one.to(HALF).requires_grad_() for one in (x, w))
+        leaf, weight = (each.to(HALF).requires_grad_() for each in (x, w))
         with context:
             loss = F.cross_entropy((leaf @ weight).float(), target)
             (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
-            found.append(torch.autograd.grad(dx.float().square().sum(), weight)[0])
+            results.append(torch.autograd.grad(dx.float().square().sum(), weight)[0])
     assert type(loss.grad_fn).__name__ == "_CrossEntropyBackward"
-    torch.testing.assert_close(*found, rtol=0.02, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=0.02, atol=1e-4)
 
 
 def test_errors_are_pytorchs() -> None:
@@ -153,12 +153,12 @@ def test_the_peak_of_a_language_model(autocast: Any, held: bool) -> None:
         loss: Tensor = output.loss
         output = output if held else None
         loss.backward()
-        return [loss.detach(), *(one.grad for one in model.parameters())]
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
-    found = []
+    results = []
     for _ in range(2):
-        found.append((step(), peak_memory(step, model)["total"]))
+        results.append((step(), peak_memory(step, model)["total"]))
         fitact.convert(model)
-    (expected, before), (converted, after) = found
+    (expected, before), (converted, after) = results
     assert not differences(expected, converted)
     assert after <= before - 4 * ids.numel() * 4000

@@ -88,7 +88,7 @@ def still_there(model: nn.Module, x: Tensor) -> int:
     """Return how many outputs of linear layers are there when backward comes to the first; later none may be."""
     model(x).sum().backward()  # gradients are there from now on
     outputs: list[StorageWeakRef] = []
-    found: list[bool] = []
+    actual: list[bool] = []
 
     def note(_: nn.Module, __: object, y: Tensor) -> None:
         outputs.append(StorageWeakRef(y.untyped_storage()))
@@ -97,10 +97,10 @@ def still_there(model: nn.Module, x: Tensor) -> int:
         if isinstance(module, nn.Linear):
             module.register_forward_hook(note)
     first = model.get_parameter("blocks.0.norm.weight")
-    first.register_hook(lambda _: found.extend(not one.expired() for one in outputs))
+    first.register_hook(lambda _: actual.extend(not each.expired() for each in outputs))
     model(x).sum().backward()
-    assert all(one.expired() for one in outputs)
-    return sum(found)
+    assert all(each.expired() for each in outputs)
+    return sum(actual)
 
 
 @pytest.mark.usefixtures("by_counts_alone")
@@ -128,29 +128,29 @@ def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
     x = torch.randn(512, 64, requires_grad=True)
     models = [nn.Sequential(*(heads() for _ in range(6))) for _ in range(2)]
     fitact.convert(models[1], error=error)
-    found = []
+    results = []
     for model in models:
-        found.append(peak_memory(partial(PARTS[part], model, x), model)["total"])
+        results.append(peak_memory(partial(PARTS[part], model, x), model)["total"])
         x.grad = None
-    assert found[1] <= found[0]
+    assert results[1] <= results[0]
 
 
 @pytest.mark.usefixtures("by_counts_alone")
 def test_what_no_node_reads_is_not_held_below() -> None:
     trunk = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     x = torch.randn(512, 64, requires_grad=True)
-    found: list[bool] = []
+    actual: list[bool] = []
 
     def note(_: Tensor) -> None:
         there = [ref() for ref in storage._held.tensors]
-        found.append(any(made is not None and made._made is not None for made in there))
+        actual.append(any(made is not None and made._made is not None for made in there))
 
     with fitact.saving():
         gate = F.silu(trunk(x))
         loss, unused = gate.square().sum(), gate.square().sum()
     trunk[0].weight.register_hook(note)
     loss.backward()
-    assert found == [False]
+    assert actual == [False]
     assert unused.requires_grad
 
 

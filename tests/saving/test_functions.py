@@ -116,8 +116,8 @@ def test_outputs_are_recomputed(name: str, factors: str, dtype: torch.dtype) -> 
     expected, before = trained(nullcontext(), FUNCTIONS[name], factors, dtype)
     for around in (nullcontext(), torch.autograd.graph.save_on_cpu()):
         with around:
-            found, after = trained(saving(), FUNCTIONS[name], factors, dtype)
-        assert all(map(torch.equal, found, expected))
+            actual, after = trained(saving(), FUNCTIONS[name], factors, dtype)
+        assert all(map(torch.equal, actual, expected))
     output = 4 * 64 * 64 * dtype.itemsize
     assert after <= before - output  # dropout's factors are in bits
     coded, least = trained(saving("rounding"), FUNCTIONS[name], factors, dtype)
@@ -146,8 +146,8 @@ LEFT = {
 def test_what_is_left_as_it_is(name: str) -> None:
     """Saved as without fitact."""
     given = LEFT[name], "stored", torch.float32
-    (expected, _), (found, size) = (trained(context, *given) for context in (nullcontext(), saving()))
-    assert all(map(torch.equal, found, expected))
+    (expected, _), (actual, size) = (trained(context, *given) for context in (nullcontext(), saving()))
+    assert all(map(torch.equal, actual, expected))
     if "cast" in name:
         assert size >= trained(saving(), FUNCTIONS["LLaMA's norm"], *given[1:])[1] + 4 * 64 * 64 * 4
 
@@ -171,12 +171,12 @@ def test_a_gate_that_has_overwritten_its_factors(order: str, recomputed: bool) -
         if order == ORDERS[0]:
             first = torch.autograd.grad(loss, w[0], retain_graph=True)
             return [*first, *torch.autograd.grad(loss, w[2])]
-        found = torch.autograd.grad(loss, w[:3], retain_graph=order == "two passes")
+        actual = torch.autograd.grad(loss, w[:3], retain_graph=order == "two passes")
         if order == "detached after backward":
             with context():
                 head = F.linear(y.detach(), w[3]).square().mean()
         again = torch.autograd.grad(loss, w[2]) if order == "two passes" else ()
-        return [*found, *torch.autograd.grad(head, w[3]), *again]
+        return [*actual, *torch.autograd.grad(head, w[3]), *again]
 
     assert all(map(torch.equal, gradients(saving), gradients(nullcontext)))
 
@@ -243,8 +243,8 @@ def test_convolutions(layout: torch.memory_format) -> None:
     with count_saved(model) as saved, saving():
         y = model(x)
     assert sizes(saved) == sorted([x.nbytes, 4 * 2 * 8 * 10 * 9])
-    found = torch.autograd.grad(y.sum(), [*model.parameters()])
-    assert all(map(same, found, torch.autograd.grad(model(x).sum(), [*model.parameters()])))
+    actual = torch.autograd.grad(y.sum(), [*model.parameters()])
+    assert all(map(same, actual, torch.autograd.grad(model(x).sum(), [*model.parameters()])))
 
 
 def test_a_standalone_folder(tmp_path: Path) -> None:

@@ -76,7 +76,9 @@ def gathered(backward: bool, model: Any, x: Tensor) -> Any:
 
 def asked(model: Any, x: Tensor) -> Any:
     y = model(x)
-    torch.autograd.grad(saving.loss_of(y), next(one for one in model.parameters() if one.ndim >= 2))
+    torch.autograd.grad(
+        saving.loss_of(y), next(parameter for parameter in model.parameters() if parameter.ndim >= 2)
+    )
     return y.detach()
 
 
@@ -100,15 +102,15 @@ def living(model: nn.Module, held: str) -> tuple[set[str], set[str]]:
         if module in names:
             storages.append((names[module], weakref.ref(y.untyped_storage())))
 
-    def found() -> set[str]:
+    def alive() -> set[str]:
         gc.collect()
         return {name for name, storage in storages if storage() is not None}
 
     with register_module_forward_hook(note):
         hold = HELD[held](model, X.clone().requires_grad_())
-    now = found()
+    now = alive()
     del hold
-    return now, found()  # PyTorch's hooks may never let go of it
+    return now, alive()  # PyTorch's hooks may never let go of it
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -199,7 +201,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(F, name) for name in ("gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus", "glu")},
     **{name: getattr(F, name) for name in ("leaky_relu", "elu", "selu", "celu", "hardtanh", "relu6", "relu")},
-    **{one.__name__: one for one in (torch.square, torch.sigmoid, Tensor.tanh, torch.exp, Tensor.clone)},
+    **{each.__name__: each for each in (torch.square, torch.sigmoid, Tensor.tanh, torch.exp, Tensor.clone)},
     "gelu, tanh": partial(F.gelu, approximate="tanh"),
     "clamp": lambda x: x.clamp(-0.5, max=0.7),
     "clamp, a tensor": lambda x: x.clamp(min=x.mean().detach()),

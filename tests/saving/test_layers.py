@@ -30,8 +30,8 @@ def test_slopes_in_bits(act: nn.Module) -> None:
     expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
     with count_saved(model) as saved, fitact.saving("rounding", bits={"batch_norm": 8}):
         y = model(x)
-    found = torch.autograd.grad(y.square().sum(), [*model.parameters()])
-    pairs = zip(dict(model.named_parameters()), found, expected, strict=True)
+    actual = torch.autograd.grad(y.square().sum(), [*model.parameters()])
+    pairs = zip(dict(model.named_parameters()), actual, expected, strict=True)
     error = {name: float((a - b).norm() / b.norm()) for name, a, b in pairs}
     assert error["1.bias"] == 0
     assert all(error[name] < 0.01 for name in ("0.weight", "1.weight", "3.weight"))
@@ -118,8 +118,8 @@ def test_transposed_and_frozen() -> None:
 def test_errors_are_pytorchs() -> None:
     for sizes in (8, 9), (2, 7, 9, 8), (1, 2, 8, 9, 8):
         models, x = pair(partial(convolutions, 2)), torch.randn(sizes).relu()
-        found = [observed(one, lambda model, x: model[2](model[1](x)), x) for one in models]
-        assert isinstance(found[0], str) and found[0] == found[1]
+        actual = [observed(each, lambda model, x: model[2](model[1](x)), x) for each in models]
+        assert isinstance(actual[0], str) and actual[0] == actual[1]
 
 
 BETWEEN = [nn.ReLU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.ELU]
@@ -131,7 +131,7 @@ PEAKS: dict[str, Callable[[], nn.Module]] = {
             lambda norm, act: nn.Sequential(nn.Conv2d(8, 64, 3), norm(64), act(), nn.Conv2d(64, 8, 3)), norm, act
         )
         for name, norm in (("batch", nn.BatchNorm2d), ("group", partial(nn.GroupNorm, 4)))
-        for i, act in enumerate([*BETWEEN, *(partial(one, inplace=True) for one in OVER)])
+        for i, act in enumerate([*BETWEEN, *(partial(each, inplace=True) for each in OVER)])
     },
 }
 

@@ -77,13 +77,13 @@ def test_gradients_and_bytes(name: str, precision: str) -> None:
     baseline, model = both(name, dtype)
     inputs = inputs_of(name, dtype)
     for seed in range(2):
-        losses = [step(one, inputs, autocast, seed) for one in (baseline, model)]
+        losses = [step(each, inputs, autocast, seed) for each in (baseline, model)]
         assert torch.equal(*losses)
         assert not differences(gradients(baseline), gradients(model))
     assert not differences(baseline.state_dict(), model.state_dict())  # of norms of batches
     newer = name.partition(",")[0] in NEWER
     inputs = inputs_of(name, dtype, size=8 if newer else 16)
-    before, after = (saved_of(one, autocast, nullcontext(), inputs) for one in (baseline, model))
+    before, after = (saved_of(each, autocast, nullcontext(), inputs) for each in (baseline, model))
     assert after <= SHARES[name][[*PRECISIONS].index(precision)] * before
     if newer:
         blocks = [block for _, block in blocks_of(baseline)]
@@ -96,35 +96,35 @@ def test_gradients_and_bytes(name: str, precision: str) -> None:
 def test_peak(name: str) -> None:
     for dtype in (torch.float32, HALF):
         inputs = inputs_of(name, dtype, size=16)
-        before, after = (peak_memory(partial(step, one, inputs), one)["total"] for one in both(name, dtype))
+        before, after = (peak_memory(partial(step, each, inputs), each)["total"] for each in both(name, dtype))
         assert after < before
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", full(("llama", *NEWER), ("qwen3",)))
 def test_a_models_own_checkpoints(name: str, reentrant: bool) -> None:
-    found = []
+    results = []
     for model in both(name, HALF):
         newest = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         newest({"use_reentrant": reentrant})
         model.enable_input_require_grads()
         step(model, batch_of("llama"))
-        found.append(gradients(model))
-    assert not differences(*found)
+        results.append(gradients(model))
+    assert not differences(*results)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 def test_adapters_that_come_later() -> None:
     peft = imported("peft")
-    found = []
+    results = []
     for model in both("llama"):
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         adapted = peft.get_peft_model(model, config)
         step(adapted, batch_of("llama"))
         merged = copy.deepcopy(adapted).merge_and_unload()
-        found.append((gradients(adapted), dict(merged.state_dict())))
-    assert not differences(*found)
+        results.append((gradients(adapted), dict(merged.state_dict())))
+    assert not differences(*results)
 
 
 SCRIPT = """

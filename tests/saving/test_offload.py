@@ -56,12 +56,12 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Simulat
     gc.collect()
     gc.disable()
     yield link
-    for one in offload._made.offloads.values():
-        assert one.bytes == 0 and not one._known and not one._numbered
+    for each in offload._made.offloads.values():
+        assert each.bytes == 0 and not each._known and not each._numbered
     gc.enable()
-    for one in made:
-        one.compute(1e9)
-        assert not one.violations and not one.alive("to host") and not one.alive("to device")
+    for each in made:
+        each.compute(1e9)
+        assert not each.violations and not each.alive("to host") and not each.alive("to device")
 
 
 def the(amount: Any) -> Offload:
@@ -114,7 +114,7 @@ def test_a_slow_link(links: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(self: Offload) -> None:
         send(self)
-        there.append(sum(one.bytes is not None for one in self._numbered.values()))
+        there.append(sum(each.bytes is not None for each in self._numbered.values()))
 
     monkeypatch.setattr(Offload, "_send", counted)
     step(model, saving(offload="all"))
@@ -211,7 +211,7 @@ def test_a_part_of_a_graph_and_an_older_graph(links: Any) -> None:
 @pytest.mark.parametrize("later", [0, 1, 3, 6])
 def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) -> None:
     """Scores in half precision are stored in place of their softmax in float32, then changed, and saved again."""
-    link, found = links(bandwidth), []
+    link, results = links(bandwidth), []
     for context in (nullcontext(), saving(offload="all")):
         x = WIDE.to(HALF).requires_grad_()
         with context:
@@ -223,8 +223,8 @@ def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) 
             link.compute(1e-5)
             z = scores.square().float()
         (y.square() + z).sum().backward()
-        found.append(x.grad)
-    assert not differences(*found)
+        results.append(x.grad)
+    assert not differences(*results)
 
 
 def layer(x: Tensor) -> Tensor:

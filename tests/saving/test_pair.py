@@ -38,7 +38,7 @@ def step(layer: Any, call: Call, context: Any = None) -> Any:
 def off(call: Call, expected: Call = Layer.__call__, context: Any = None) -> float:
     """Return how far gradients of a call in a context are off, relative to those that are expected."""
     both = step(Layer(), call, context), step(Layer(), expected)
-    a, b = (torch.cat([one.flatten() for one in tree_leaves(found[1:]) if one is not None]) for found in both)
+    a, b = (torch.cat([leaf.flatten() for leaf in tree_leaves(actual[1:]) if leaf is not None]) for actual in both)
     return float((a - b).norm() / b.norm())
 
 
@@ -57,25 +57,25 @@ class Seen(saved_tensors_hooks):
 
     @property
     def quantised(self) -> dict[Quantised, list[Tensor]]:
-        found: dict[Quantised, list[Tensor]] = {}
+        actual: dict[Quantised, list[Tensor]] = {}
         for tensor, stored in self.packed:
             if type(stored) is Reading:
-                found.setdefault(stored.computed, []).append(tensor)
-        return found
+                actual.setdefault(stored.computed, []).append(tensor)
+        return actual
 
     def bytes(self) -> int:
-        return sum(part.value().nbytes for one in self.quantised for part in one.sources)
+        return sum(part.value().nbytes for each in self.quantised for part in each.sources)
 
 
-@pytest.mark.parametrize("way", CALLS)
-def test_gradient(way: str) -> None:
+@pytest.mark.parametrize("variant", CALLS)
+def test_gradient(variant: str) -> None:
     """Queries, keys and values are views of one tensor; nothing that an operation saved twice is coded twice."""
-    seen, call = Seen(), CALLS[way]
+    seen, call = Seen(), CALLS[variant]
     first = step(Layer(), call, seen)
     # The input of a checkpoint; else of 2 readers of attention's output, 3 of q, k and v
-    readers = [1, 1, 1, 1, 1, 1, 2, 3] if way == "plain" else [1]
-    assert sorted(len(one) for one in seen.quantised.values()) == readers
-    shapes = [(512, 64)] * 5 + [(512, 192)] + [(512, 256)] * 2 if way == "plain" else [(512, 64)]
+    readers = [1, 1, 1, 1, 1, 1, 2, 3] if variant == "plain" else [1]
+    assert sorted(len(each) for each in seen.quantised.values()) == readers
+    shapes = [(512, 64)] * 5 + [(512, 192)] + [(512, 256)] * 2 if variant == "plain" else [(512, 64)]
     assert seen.bytes() == sum(nbytes(shape, 8) for shape in shapes)
     assert not differences(first, step(Layer(), call, seen))
     assert LEAST < off(call, context=seen) < MOST
@@ -91,15 +91,15 @@ def test_left_alone() -> None:
         y = x.masked_fill(mask, 0) + x[index][:512] * mask.to(x.dtype)
         z = F.softmax(y[:64, :64] * 2, -1) * scores.exp() + scores.exp() * y[:64]
         z.sum().backward()
-    own = {one.data_ptr() for one in block.parameters()}
+    own = {parameter.data_ptr() for parameter in block.parameters()}
     for tensor, stored in seen.packed:
         alone = tensor.data_ptr() in own or not tensor.is_floating_point() or tensor.numel() < 4096
         assert tensor.dtype != torch.bool or type(stored) is Bits
         assert not alone or type(stored) is not Reading
-        if alone or any(torch.equal(tensor, one) for one in (scores.exp(), mask.to(x.dtype))):
+        if alone or any(torch.equal(tensor, each) for each in (scores.exp(), mask.to(x.dtype))):
             assert torch.equal(stored.unpack(), tensor)
-    assert sum(one.shape == (8, 64, 1) for one, _ in seen.packed) == 4  # statistics
-    assert sum(one.data_ptr() in own for one, _ in seen.packed) == 8  # four weights, transposed, and the norms'
+    assert sum(each.shape == (8, 64, 1) for each, _ in seen.packed) == 4  # statistics
+    assert sum(each.data_ptr() in own for each, _ in seen.packed) == 8  # four weights, transposed, and the norms'
 
 
 def test_statistics_of_half_a_million_rows() -> None:
@@ -108,7 +108,7 @@ def test_statistics_of_half_a_million_rows() -> None:
     x = torch.randn(2**14, 16, requires_grad=True)
     with seen:
         F.layer_norm(x * 1, (16,)).sum().backward()
-    assert [one.shape for several in seen.quantised.values() for one in several] == [x.shape]
+    assert [each.shape for several in seen.quantised.values() for each in several] == [x.shape]
 
 
 def test_casts_of_weights_are_never_made_again() -> None:
@@ -148,11 +148,11 @@ def test_freed_with_the_graph() -> None:
     seen = Seen()
     with seen:
         y = Layer()(WIDE.clone().requires_grad_() * 1)
-    codes = [weakref.ref(one) for one in seen.quantised]
+    codes = [weakref.ref(each) for each in seen.quantised]
     seen.packed.clear()
-    assert all(one() is not None for one in codes)
+    assert all(code() is not None for code in codes)
     del y
-    assert not any(one() is not None for one in codes)
+    assert not any(code() is not None for code in codes)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -168,9 +168,9 @@ def test_stated_error(bits: int) -> None:
 
 @pytest.fixture
 def coded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    found: list[Tensor] = []
-    monkeypatch.setattr(storage, "encode", lambda x, *given: found.append(x) or encode(x, *given))
-    return found
+    actual: list[Tensor] = []
+    monkeypatch.setattr(storage, "encode", lambda x, *given: actual.append(x) or encode(x, *given))
+    return actual
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -178,14 +178,14 @@ def coded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_backward_starts_from_the_decoded_input(error: str, bits: int | None, reentrant: bool) -> None:
     """Dropout draws the same mask again."""
     layer = Layer(p=0.2)
-    found = step(layer, partial(fitact.checkpoint, error=error, use_reentrant=reentrant))
+    actual = step(layer, partial(fitact.checkpoint, error=error, use_reentrant=reentrant))
     y = step(layer, Layer.__call__)[0].requires_grad_()
     again = WIDE if bits is None else decode(*encode(WIDE, bits, True), WIDE.shape, WIDE.dtype)
     x = again.clone().requires_grad_()
     layer.zero_grad()
     torch.manual_seed(1)
     layer(x).backward(*torch.autograd.grad(loss_of(y), y))
-    assert not differences(found, (y.detach(), x.grad, gradients(layer)))
+    assert not differences(actual, (y.detach(), x.grad, gradients(layer)))
 
 
 OPTIONS: dict[str, Any] = {"preserve_rng_state": False, "determinism_check": "none", "debug": True}
@@ -283,11 +283,11 @@ def test_a_checkpoint_inside_of_saving() -> None:
 
 @pytest.fixture
 def remat(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = pytest.importorskip("torch_remat", reason="pip install torch_remat, to test hooks inside of it")
+    actual = pytest.importorskip("torch_remat", reason="pip install torch_remat, to test hooks inside of it")
     # It sets the text of an error here, which PyTorch's 2.13 does not let it set; no test raises this error.
     name = "_set_storage_data_ptr_access_error_msg"
     monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
-    return found
+    return actual
 
 
 def regions(remat: Any, **options: Any) -> Call:

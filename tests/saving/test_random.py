@@ -63,7 +63,7 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
 
     plain = [F.gelu, F.silu, torch.tanh, torch.sigmoid, F.relu, F.leaky_relu, torch.exp, torch.clone]
     return [
-        *(lambda pick, one=one: one(pick()) for one in plain),
+        *(lambda pick, function=function: function(pick()) for function in plain),
         lambda pick: pick() + pick(),
         lambda pick: pick() - pick(),
         lambda pick: pick() * pick(),
@@ -102,7 +102,7 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: torch.stack([pick(), pick()]).mean(0),
         lambda pick: (lambda x: x * x * torch.sigmoid(x))(pick()),
         lambda pick: gated(pick()),
-        *(lambda pick, one=one: one(pick()) for one in BY_HAND.values()),
+        *(lambda pick, function=function: function(pick()) for function in BY_HAND.values()),
         lambda pick: (lambda x: torch.lerp(x, x, 0.3) / (torch.atan2(x, x) + x.abs() + 2))(pick().float()),
         lambda pick: F.cosine_similarity(pick().float(), pick().exp().float(), -1)[..., None] * pick(),
         lambda pick: torch.stack([pick(), pick().sin(), pick()]).prod(0),
@@ -123,7 +123,7 @@ def program(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         result = random.choice(made)(lambda: random.choice(results[-4:]))
         if result.shape == SHAPE:
             results.append(result)
-    return torch.stack([(one.float() * torch.linspace(-1, 1, 16)).sum() for one in results[-2:]]).sum()
+    return torch.stack([(part.float() * torch.linspace(-1, 1, 16)).sum() for part in results[-2:]]).sum()
 
 
 def outcome(seed: int, context: Callable[[], AbstractContextManager[Any]]) -> list[Tensor | None] | str:
@@ -133,7 +133,7 @@ def outcome(seed: int, context: Callable[[], AbstractContextManager[Any]]) -> li
     """
     torch.manual_seed(seed)
     weight, bias = torch.randn(16, 16) * 0.3, torch.randn(16)
-    inputs = [one.requires_grad_() for one in (torch.randn(SHAPE), weight, bias)]
+    inputs = [each.requires_grad_() for each in (torch.randn(SHAPE), weight, bias)]
 
     def run(*inputs: Tensor) -> Tensor:
         random.seed(seed)
@@ -148,7 +148,7 @@ def outcome(seed: int, context: Callable[[], AbstractContextManager[Any]]) -> li
             loss.backward()
     except RuntimeError as error:
         return type(error).__name__
-    return [loss.detach(), *(one.grad for one in inputs)]
+    return [loss.detach(), *(tensor.grad for tensor in inputs)]
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _copy(x: Tensor) -> Tensor:
 def test_random_programs(first: int, count: int) -> None:
     raised = 0
     for seed in range(first, first + count):
-        expected, found = outcome(seed, nullcontext), outcome(seed, saving)
+        expected, actual = outcome(seed, nullcontext), outcome(seed, saving)
         raised += isinstance(expected, str)
-        assert not differences(expected, found), seed
+        assert not differences(expected, actual), seed
     assert raised  # such programs are among them

@@ -55,10 +55,10 @@ def test_compiled_alone() -> None:
     """Alone, at most the activation is compiled, since PyTorch 2.14; nothing around it is compiled with it."""
     torch._dynamo.reset()
     counter, (baseline, model) = CompileCounter(), pair(MODELS["gate"])
-    for one, context in (baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()):
-        one.act.compile(backend=counter)
+    for each, context in (baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()):
+        each.act.compile(backend=counter)
         with context:
-            train(one, X.clone().requires_grad_())
+            train(each, X.clone().requires_grad_())
     assert (counter.frame_count, counter.op_count) in ((0, 0), (2, 2))
 
 
@@ -129,7 +129,7 @@ def test_peak_of_many_sums() -> None:
         parts = ((nn.LayerNorm(16), nn.Linear(16, 16, bias=False)) for _ in range(blocks))
         model = nn.Sequential(*(Residual(*part) for part in parts))
         fitact.convert(model)
-        parameters = sum(one.nbytes for one in model.parameters())
+        parameters = sum(parameter.nbytes for parameter in model.parameters())
         stored = saving.saved_bytes_of(model, lambda model=model: model(wide))
         over.append(saving.peaks((model, model), wide)[0] - stored - 2 * parameters)
     assert over[1] < over[0] + wide.nbytes
@@ -148,16 +148,16 @@ def test_reading_a_parametrized_weight_changes_it(inputs: Tensor | None, spectra
     fitact.convert(model, error="exact", example_inputs=inputs)
     assert any(key.endswith("_u") for key in baseline.state_dict())
     assert not differences(baseline.state_dict(), model.state_dict())
-    assert not differences(*(observed(one, train, X) for one in (baseline, model)))
+    assert not differences(*(observed(each, train, X) for each in (baseline, model)))
 
 
 def tensors() -> int:
-    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_garbage(name: str) -> None:
-    found = []
+    results = []
     for model in pair(CALLS[name]):
         train(model, X)
         gc.collect()
@@ -167,9 +167,9 @@ def test_no_garbage(name: str) -> None:
         del y
         forward = tensors()
         train(model, X)
-        found.append((forward - before, tensors() - before))
+        results.append((forward - before, tensors() - before))
         gc.enable()
-    assert found == [(0, 0), (0, 0)]
+    assert results == [(0, 0), (0, 0)]
 
 
 # What changes a tensor in place, and the number of tensors that are stored in 8 bits and as they are.
@@ -185,12 +185,12 @@ def test_what_is_quantised(name: str) -> None:
     """Functions that change a tensor have the kinds of those that do not."""
     call, quantised, whole = CHANGED[name]
     x, v, w = torch.randn(64, 32), *(torch.randn(32, 128, requires_grad=True) for _ in "vw")
-    found = []
+    results = []
     for context in nullcontext(), fitact.saving("rounding"):
         with count_saved() as saved, context:
             y = call(x @ v, x @ w)
-        found.append(torch.autograd.grad(y.sum(), [v, w]))
-    for a, b in zip(*found, strict=True):
+        results.append(torch.autograd.grad(y.sum(), [v, w]))
+    for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 0.02 * a.norm()
     bits, scales = y.numel(), 5 * 64
     assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
@@ -226,8 +226,10 @@ def test_what_is_steep_reads_no_code(name: str, error: str, most: float, outside
         with count_saved(model) as saved, hooks if outside else nullcontext(), context:
             y = model(x)
         sizes.append(saved.bytes)
-        found = [torch.autograd.grad(y.square().sum(), [*model.parameters()], retain_graph=True) for _ in range(2)]
-        once, again = (torch.cat([one.flatten() for one in each]) for each in found)
+        actual = [
+            torch.autograd.grad(y.square().sum(), [*model.parameters()], retain_graph=True) for _ in range(2)
+        ]
+        once, again = (torch.cat([item.flatten() for item in each]) for each in actual)
         assert torch.equal(once, again)
         gradients.append(once)
     expected, gradient = gradients
@@ -322,9 +324,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("given", [{}, {"error": "rounding", "exclude": "fc1"}], ids=str)
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("variant", COPIES)
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
-def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
+def test_copies(kind: type[nn.Module], variant: str, given: dict[str, Any]) -> None:
     """The class is a subclass of the same name, whose new modules save as they are.
 
     Copies save as little as the model, are independent of it, and are turned back.
@@ -339,10 +341,10 @@ def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
         fitact.convert(model, **given)
     assert isinstance(model, kind) and type(model) is not kind and type(model).__name__ == kind.__name__
     assert looks() == looked
-    twin = COPIES[way](model)
+    twin = COPIES[variant](model)
     assert type(twin) is type(model) and saved_bytes(twin, WIDE) == saved_bytes(model, WIDE) < before
     expected = observed(model, train, X)
-    doubled.load_state_dict({name: 2 * one for name, one in model.state_dict().items()})
+    doubled.load_state_dict({name: 2 * each for name, each in model.state_dict().items()})
     twin.load_state_dict(doubled.state_dict())
     fitact.convert(doubled, **given)
     assert not differences(observed(doubled, train, X), observed(twin, train, X))
@@ -362,9 +364,9 @@ def test_a_forward_of_the_module_s_own() -> None:
     expected, before = observed(copy.deepcopy(model), train, X), saved_bytes(model, WIDE)
     fitact.convert(model)
     assert saved_bytes(model, WIDE) < before
-    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
-        one.zero_grad()
-        assert not differences(expected, observed(one, train, X))
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        each.zero_grad()
+        assert not differences(expected, observed(each, train, X))
     fitact.revert(model)
     assert vars(model)["forward"] is forward and saved_bytes(model, WIDE) == before
 

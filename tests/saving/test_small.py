@@ -44,8 +44,8 @@ def test_layout(name: str) -> None:
     if mask.is_contiguous():
         codes = reference.encode(mask, (0.5,), 1, False)
         assert torch.equal(bits, codes[: len(bits)]) and not codes[len(bits) :].any()
-    found = unpack(bits, mask.shape, mask.stride())
-    assert torch.equal(found, mask) and found.stride() == mask.stride()
+    actual = unpack(bits, mask.shape, mask.stride())
+    assert torch.equal(actual, mask) and actual.stride() == mask.stride()
     with FakeTensorMode() as mode:
         packed = pack(mode.from_tensor(mask))
         again = unpack(packed, mask.shape, mask.stride())
@@ -87,12 +87,12 @@ def test_experts(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     before, after = saving_less(routed, x, dtype=dtype, autocast=autocast)
     assert after < before
     tensors: list[Tensor] = []
-    hooks = saved_tensors_hooks(lambda one: tensors.append(one) or one, lambda one: one)
+    hooks = saved_tensors_hooks(lambda each: tensors.append(each) or each, lambda each: each)
     with hooks, cast(autocast), saving():
         y = routed().to(dtype)(x.to(dtype).requires_grad_())
     del y
-    numbers = [one for one in tensors if not one.is_floating_point() and one.numel() > ROWS // EXPERTS]
-    assert {one.dtype for one in numbers} <= {torch.int8, torch.int16, torch.uint8} and numbers
+    numbers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.numel() > ROWS // EXPERTS]
+    assert {number.dtype for number in numbers} <= {torch.int8, torch.int16, torch.uint8} and numbers
 
 
 def test_an_index_that_is_changed_later() -> None:
@@ -137,11 +137,11 @@ AROUND_SPARSE = [nullcontext, count_saved, partial(saved_tensors_hooks, Tensor.d
 @pytest.mark.parametrize("error", ["exact", "rounding"])
 @pytest.mark.parametrize("around", AROUND_SPARSE)
 def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]], error: str) -> None:
-    x, w, found = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True), []
+    x, w, results = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True), []
     for context in nullcontext(), saving(error):
         with around(), context:
             assert (x + x).sum(1, keepdim=True).is_sparse
             assert (torch.eye(3).long().to_sparse() // 2).is_sparse
             y = torch.sparse.mm(x, w * 2) * x.sum()
-        found.append(torch.autograd.grad(y.square().sum(), w)[0])
-    assert not differences(*found)
+        results.append(torch.autograd.grad(y.square().sum(), w)[0])
+    assert not differences(*results)

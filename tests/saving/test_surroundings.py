@@ -49,7 +49,7 @@ class Example:
     @property
     def first(self) -> Tensor | None:
         """The input that can be differentiated, a leaf; None if there is none."""
-        return next((one for one in self.inputs.values() if one.requires_grad), None)
+        return next((tensor for tensor in self.inputs.values() if tensor.requires_grad), None)
 
 
 def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Example:
@@ -163,10 +163,14 @@ def partly(of: Example, model: nn.Module) -> Any:
 
 def penalty(of: Example, model: nn.Module) -> Any:
     """The norm of the gradient is part of the loss."""
-    wanted = [one for one in (of.first, *model.parameters()) if one is not None and one.requires_grad]
+    wanted = [
+        parameter
+        for parameter in (of.first, *model.parameters())
+        if parameter is not None and parameter.requires_grad
+    ]
     loss = of.loss(model)
-    found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-    (loss + sum(one.square().sum() for one in found if one is not None)).backward()
+    actual = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+    (loss + sum(each.square().sum() for each in actual if each is not None)).backward()
     return gradients(model)
 
 
@@ -180,12 +184,12 @@ def patched(of: Example, model: nn.Module) -> Any:
 
 
 def parametrised(of: Example, model: nn.Module) -> Any:
-    there = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    for one in there:
-        weight_norm(one)
+    there = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for each in there:
+        weight_norm(each)
     first = trained(of, model)
-    for one in there:
-        parametrize.remove_parametrizations(one, "weight")
+    for each in there:
+        parametrize.remove_parametrizations(each, "weight")
     return first, trained(of, model)
 
 
@@ -212,7 +216,7 @@ def symbolic(of: Example, model: nn.Module) -> Any:
 def _derived(by: Callable[[Any, Any, Tensor], Any], of: Example, model: nn.Module) -> Any:
     """A derivative of the loss by `torch.func` or in forward mode, at other parameters than the model's."""
     (name,) = of.inputs
-    given = {key: 1.5 * one.detach() for key, one in model.named_parameters()}
+    given = {key: 1.5 * parameter.detach() for key, parameter in model.named_parameters()}
 
     def value(given: dict[str, Tensor], x: Tensor) -> Tensor:
         return loss_of(functional_call(model, given, kwargs={name: x}))
@@ -267,7 +271,7 @@ def moded(of: Example, model: nn.Module) -> Any:
 
 def threads(of: Example, model: nn.Module) -> Any:
     model.eval()  # the order in which threads draw is chance
-    weight = next(one for one in model.parameters() if one.ndim >= 2)
+    weight = next(parameter for parameter in model.parameters() if parameter.ndim >= 2)
     with ThreadPoolExecutor(4) as pool:
         return [*pool.map(lambda i: torch.autograd.grad(of.loss(model) * (i + 1), weight)[0], range(4))]
 
@@ -282,9 +286,9 @@ def compiled(parts: bool, of: Example, model: nn.Module) -> Any:
     torch._dynamo.reset()
     if not parts:
         return trained(of, torch.compile(model, backend="aot_eager", fullgraph=True))
-    for one in model.modules():
-        if isinstance(one, (nn.GELU, RMSNorm, nn.SiLU)):
-            one.compile(backend="aot_eager")
+    for module in model.modules():
+        if isinstance(module, (nn.GELU, RMSNorm, nn.SiLU)):
+            module.compile(backend="aot_eager")
     return trained(of, model)
 
 
@@ -382,12 +386,12 @@ def test_bytes_of_the_context(name: str) -> None:
 def test_all_memory_that_is_held_is_counted(name: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantising, "FEW", 64)
     of = subject(name)
-    model, given = of.make(), [one for one in of.inputs.values() if isinstance(one, Tensor)]
+    model, given = of.make(), [tensor for tensor in of.inputs.values() if isinstance(tensor, Tensor)]
     loss = fitact.saving(error)(of.loss)
     with count_saved(model) as saved:
         loss(model)
-    for one in given:
-        saved.records.pop(storage_id(one), None)
+    for each in given:
+        saved.records.pop(storage_id(each), None)
     with Meter([*model.parameters(), *model.buffers(), *given]) as meter:
         y = loss(model)
     assert meter.level - y.nbytes == saved.bytes
