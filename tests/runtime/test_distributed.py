@@ -11,6 +11,7 @@ from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.generated.silu_inverted1 import silu_inverted1
 from fitact.generated.swiglu_recompute import swiglu_recompute
 from fitact.generated.xielu_recompute import XieluRecompute, xielu_recompute
+from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
 """
 # Values and gradients of tensors in parts are those of the whole. u may have other placements than g, but not be
 # whole where g is in parts; channels are split unevenly, or the numbers.
@@ -19,7 +20,7 @@ torch.manual_seed(0)
 each = Replicate(), Shard(0), Shard(1)
 
 
-def compare(function, tensors, placements, close):
+def compare(function, tensors, placements, close, after={}):
     dy = torch.randn_like(tensors[0])
     leaves = [one.clone().requires_grad_() for one in tensors]
     expected = function(*leaves)
@@ -27,10 +28,10 @@ def compare(function, tensors, placements, close):
     for some in placements:
         parts = [distribute_tensor(one, mesh, [of]).requires_grad_() for one, of in zip(tensors, some)]
         y = function(*parts)
-        assert isinstance(y, DTensor) and y.placements == some[:1] and y.shape == expected.shape
-        assert y.stride() == expected.stride()
+        assert isinstance(y, DTensor) and y.placements == (after.get(some[0], some[0]),)
+        assert y.shape == expected.shape and y.stride() == expected.stride()
         close(y.full_tensor(), expected)
-        found = torch.autograd.grad(y, parts, distribute_tensor(dy, mesh, [some[0]]))
+        found = torch.autograd.grad(y, parts, distribute_tensor(dy, mesh, y.placements))
         for one, part, gradient in zip(found, parts, gradients, strict=True):
             assert one.placements == part.placements, (one.placements, part.placements)
             close(one.full_tensor(), gradient)
@@ -52,6 +53,9 @@ def equal(a, b):
 rows = [torch.randn(6, 5120) for _ in range(2)]  # whole vectors in each part: a CPU rounds the rest otherwise
 for function in (gelu_fewbit3, silu_inverted1):
     compare(function, [torch.randn(7, 5120)], [(one,) for one in each], equal)
+for norm in (ms_layer_norm, ms_rms_norm):  # a row is gathered
+    placements = [(one,) for one in (*each, Shard(2))]
+    compare(lambda x: norm(x, 64), [torch.randn(7, 5, 64)], placements, equal, {Shard(2): Replicate()})
 compare(swiglu_recompute, rows, [(Shard(0), Replicate()), *zip(each, each)], equal)
 both = distribute_tensor(torch.cat(rows, 1), mesh, [Shard(0)])
 h = swiglu_recompute(*both.requires_grad_().chunk(2, -1))
