@@ -255,14 +255,19 @@ def test_numbers_that_are_not_real() -> None:
     assert torch.equal(model(x), expected)
 
 
-HOOKED, PATCHED = nn.GELU(), nn.GELU()
-HOOKED.register_forward_hook(lambda *_: None)
+def hooked(kind: str) -> nn.Module:
+    activation = nn.GELU()
+    getattr(activation, f"register_{kind}_hook")(lambda *_: None)
+    return activation
+
+
+PATCHED = nn.GELU()
 vars(PATCHED)["forward"] = F.silu
 UNKNOWN = "nothing is shipped for it: fit its formula, and pass replace={its class: yours}"
 LEFT: list[tuple[nn.Module, str | None]] = [
     (nn.PReLU(), "parameters are learned"),
     (PATCHED, "its forward is not that of its class"),
-    (HOOKED, "hooks"),
+    *((hooked(kind), "hooks") for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")),
     (nn.ReLU(inplace=True), "in place"),
     *((each, UNKNOWN) for each in (nn.RReLU(), nn.LeakyReLU(0.2), nn.LeakyReLU("0.01"), nn.Hardtanh(-2.0, 2.0))),
     *((each, UNKNOWN) for each in (nn.Softplus(2.0), nn.Softplus(threshold=1.0), nn.GELU(approximate="asdf"))),
