@@ -35,7 +35,7 @@ class Gated(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float = 0.1) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norm, self.mlp, self.drop = nn.LayerNorm(WIDTH), Gated(), nn.Dropout(dropout)
 
