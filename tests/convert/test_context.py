@@ -347,17 +347,6 @@ def test_beside_a_method() -> None:
     assert type(model) is nn.Sequential and type(model[2]) is nn.GELU and equal(step(model)[1], exact)
 
 
-def test_without_gradients() -> None:
-    model = made()
-    with torch.no_grad():
-        expected = model.eval()(X)
-    fitact.convert(model)
-    assert not model.training
-    with torch.no_grad(), count_saved(model) as saved:
-        assert torch.equal(model(X), expected)
-    assert not saved.storages
-
-
 @pytest.mark.parametrize("how", ["torch.compile", "in place", "a part"])
 def test_compiled_models(how: str) -> None:
     """The compiler traces the model as it is; around a part that is compiled, the rest saves less."""

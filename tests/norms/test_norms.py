@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitact.base import UsageError
 from fitact.runtime.kernels.norms import LAYER, RMS
@@ -171,20 +170,6 @@ def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dt
 
 
 @every_kind
-@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_saved_with_linear_layers(kind: str, fake: bool) -> None:
-    """Three layers after a norm save one tensor together with it."""
-    bytes_of, tensor = [], 100 * 64 * 4
-    with FakeTensorMode() if fake else torch.enable_grad():
-        for norm in MODULES[kind]:
-            model = read_by(norm(64), *(nn.Linear(64, 64) for _ in range(3)))
-            with count_saved(model) as saved:
-                model(torch.randn(100, 64, requires_grad=True))
-            bytes_of.append(saved.bytes)
-    assert bytes_of[0] == tensor + 400 and bytes_of[1] >= 2 * tensor
-
-
-@every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_saves_no_copy(kind: str, dtype: torch.dtype) -> None:
     """The autocast dtype is returned, so that the layer after it saves that very storage."""
@@ -318,7 +303,7 @@ def test_the_same_function_from_fewer_bytes(kind: str, bias: bool) -> None:
         (gradient,) = torch.autograd.grad(F.softplus(y).sum(), x)
         found.append((y.detach(), gradient, saved.bytes))
     torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-4, atol=1e-5)
-    assert found[1][2] < found[0][2]
+    assert found[1][2] == x.nbytes + 6 * 4 and found[0][2] >= 2 * x.nbytes  # both layers save one tensor
 
 
 def test_half_precision() -> None:
