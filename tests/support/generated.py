@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,17 @@ BASELINE: dict[str, Any] = {
 def patterns(dtype: torch.dtype) -> torch.Tensor:
     """All 65 536 bit patterns of a half-precision dtype, NaNs and infinities among them."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def sample(dtype: torch.dtype, corners: Sequence[float]) -> torch.Tensor:
+    """Numbers of every size and both signs, corners with their neighbours, and special values."""
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    at = np.array([0.0, *corners], dtype=kind)
+    beside = [np.nextafter(at, kind(to)) for to in (-np.inf, np.inf)]
+    special = [np.inf, np.nan, np.finfo(kind).max]
+    parts = [np.linspace(0, 30, 30_001), np.geomspace(1e-42, 1e30, 2000), at, *beside, special]
+    half = np.concatenate([np.asarray(part, dtype=kind) for part in parts])
+    return torch.from_numpy(np.concatenate([half, -half]))
 
 
 # Orders and sizes that a tensor may have; of those that are not dense the result is contiguous.
@@ -207,9 +219,14 @@ class Generated(ABC):
         whole = y.numel() * y.element_size() if self.saves_output else 0
         return sorted(filter(None, [whole, -(-y.numel() // 8192) * 1024 * self.bits]))
 
-    @abstractmethod
+    @property
+    def corners(self) -> Sequence[float]:
+        """Where this activation is special, beside 0."""
+        return ()
+
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """All numbers of half precision; else a sample, with all that is special to this activation."""
+        return patterns(dtype) if dtype in HALVES else sample(dtype, self.corners)
 
     @abstractmethod
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
