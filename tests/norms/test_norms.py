@@ -1,7 +1,5 @@
 """Memory-sharing norms beside the formula in float64, their machine code, and norms merged into linear layers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

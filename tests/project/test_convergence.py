@@ -1,7 +1,5 @@
 """benchmarks/convergence: its quantiser, its statistics, and that every task trains with every method."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

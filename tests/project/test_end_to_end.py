@@ -1,7 +1,5 @@
 """A user's way, in an empty folder, from a formula to a model that trains; and the demo."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """benchmarks/evidence: that a run goes on, and the numbers of docs/antibody.md."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

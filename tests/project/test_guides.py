@@ -1,7 +1,5 @@
 """The code of the guides and the examples runs as it stands."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

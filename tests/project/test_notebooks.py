@@ -1,7 +1,5 @@
 """The notebooks are clean as committed, and executed again they print the same."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The README and its pages: numbers are those that fits, counts and committed tables give; the Python runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The documentation and its site: generated pages are up to date, pages are in the menu, links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """Private parts of PyTorch are used in two files of the package, and do there what their names say."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The wheel holds every module, template and fit, and nothing else; it works where little else is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Small models of what saving is about: MLPs, norms with several readers, gates, experts, attention, adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The peak memory of a training step, by PyTorch's own tracker, beside which fitact's meter is tested."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models as they are and models that save less, and what both do: outputs, gradients, errors and bytes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
