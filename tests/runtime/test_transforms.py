@@ -12,33 +12,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fitact.runtime.kernels.ops import NUMBER
 from fitact.runtime.measure.saved import count_saved
-from tests.support.generated import (
-    CHANGES,
-    EACH_DTYPE,
-    LAYOUTS,
-    Generated,
-    backward_op,
-    forward_op,
-    run,
-    same,
-    sizes,
-)
-from tests.support.kinds import (
-    OPERATIONS,
-    QUICK,
-    USUAL,
-    each_kind,
-    each_operation,
-    every_kind,
-    kinds,
-    operation,
-    passes,
-)
+from tests.support import generated
+from tests.support.generated import CHANGES, EACH_DTYPE, LAYOUTS, Generated, run, same, sizes
+from tests.support.kinds import OPERATIONS, QUICK, USUAL, each_kind, every_kind, kinds, operation, passes
 from tests.support.learned import CASES
 from tests.support.rows import full
 from tests.support.saving import Operators
 
 BACKENDS = ["eager", "aot_eager"]
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
 # a formula that PyTorch lacks rounds differently with and without vectors
 close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 
@@ -164,11 +146,11 @@ def test_opcheck(one: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> 
     for out in {dtype, torch.bfloat16} if one.saves_output and dtype != torch.float64 else {dtype}:
         turned = x, None, 1, 0.0, list(reversed(range(x.dim()))), NUMBER[out], key
         torch.library.opcheck(torch.ops.fitact.forward.default, turned)
-        y, codes = forward_op(x, out, key, check=True)
+        y, codes = generated.forward_op(x, out, key, check=True)
         assert (y.dtype, y.shape) == (out, x.shape)
         assert codes.numel() == sum(one.saved(y)) - (y.nbytes if one.saves_output else 0)
         saved = y if one.saves_output else None
-        backward_op(torch.ones_like(y), saved, codes, dtype, key, check=True)
+        generated.backward_op(torch.ones_like(y), saved, codes, dtype, key, check=True)
 
 
 def test_no_schema_ends_with_an_optional_argument() -> None:

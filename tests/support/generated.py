@@ -114,7 +114,6 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "above_a_tile": lambda: torch.randn(8193),
     "many_chunks": lambda: torch.randn(8192 * 35 + 5),
 }
-DENSE = set(LAYOUTS) - {"expanded", "sliced", "overlapping"}
 
 
 def first_row(y: torch.Tensor) -> torch.Tensor:
