@@ -1,20 +1,17 @@
 """Memory-sharing norms beside the formula in float64, their machine code, and norms merged into linear layers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fitact.base import UsageError
 from fitact.runtime.kernels.norms import LAYER, RMS
@@ -24,7 +21,6 @@ from fitact.runtime.norms import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_n
 from fitact.runtime.norms.merge import merge_norm
 from tests.support.blocks import read_by
 from tests.support.generated import backward_op, forward_op, sizes
-from tests.support.processes import run
 from tests.support.rows import full
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -105,11 +101,6 @@ def test_value_and_gradient(kind: str, name: str, dtype: torch.dtype) -> None:
             check(kind, x, tuple(x.shape[-dims:]), eps)
 
 
-@every_kind
-def test_zeros_stay(kind: str) -> None:
-    assert torch.equal(KINDS[kind](torch.zeros(2, 64), 64, EPS), torch.zeros(2, 64))
-
-
 def test_variance_does_not_cancel() -> None:
     """With mean 1e4 and variance 1 the mean square has in float32 an error of 6, as large as the variance."""
     x = torch.randn(4, 1000) + 1e4
@@ -172,20 +163,8 @@ def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dt
     with count_saved() as saved:
         z = KINDS[kind](x.detach(), shape)
     assert not saved.storages and torch.equal(z, y)
-
-
-@every_kind
-@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_saved_with_linear_layers(kind: str, fake: bool) -> None:
-    """Three layers after a norm save one tensor together with it."""
-    bytes_of, tensor = [], 100 * 64 * 4
-    with FakeTensorMode() if fake else torch.enable_grad():
-        for norm in MODULES[kind]:
-            model = read_by(norm(64), *(nn.Linear(64, 64) for _ in range(3)))
-            with count_saved(model) as saved:
-                model(torch.randn(100, 64, requires_grad=True))
-            bytes_of.append(saved.bytes)
-    assert bytes_of[0] == tensor + 400 and bytes_of[1] >= 2 * tensor
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        KINDS[kind](x, shape).mul_(2).sum().backward()
 
 
 @every_kind
@@ -213,31 +192,22 @@ def test_autocast_saves_no_copy(kind: str, dtype: torch.dtype) -> None:
 @every_kind
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compile(kind: str, backend: str) -> None:
-    """Between two pointwise operations that a compiler would like to fuse and recompute."""
+    """Between two pointwise operations that a compiler would like to fuse and recompute; sizes may vary."""
     torch._dynamo.reset()
 
     def f(x: Tensor) -> Tensor:
         return KINDS[kind](x * 2, x.shape[-1], EPS).sin() + 1
 
-    compiled = torch.compile(f, fullgraph=True, backend=backend)
-    x = torch.randn(50, 96, requires_grad=True)
-    with count_saved() as saved:
-        y = compiled(x)
-    dy = torch.randn_like(y)
-    torch.testing.assert_close(y, f(x))
-    torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(f(x), x, dy))
-    assert saved.bytes == x.nbytes + 200  # z, which sin saves too
-
-
-def test_compile_dynamic_recompiles_once() -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x: ms_layer_norm(x, x.shape[-1:]), fullgraph=True, backend=counter)
-    for rows, columns in ((8, 100), (9, 77), (20, 33), (3, 2000)):
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for rows, columns in ((8, 96), (9, 77), (20, 33), (3, 2000)):
         x = torch.randn(rows, columns, requires_grad=True)
-        dy = torch.randn(rows, columns)
-        (dx,) = torch.autograd.grad(compiled(x), x, dy)
-        torch.testing.assert_close(dx, torch.autograd.grad(F.layer_norm(x, (columns,)), x, dy)[0])
+        with count_saved() as saved:
+            y = compiled(x)
+        dy = torch.randn_like(y)
+        torch.testing.assert_close(y, f(x))
+        torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(f(x), x, dy))
+        assert saved.bytes == x.nbytes + 4 * rows  # z, which sin saves too
     assert counter.frame_count <= 2
 
 
@@ -248,14 +218,6 @@ def test_opcheck(kind: str) -> None:
         x = torch.randn(6, 4, 9, dtype=dtype, requires_grad=True)
         z, scale = (one.detach() for one in forward_op(x, out, KEYS[kind], inner=36, eps=EPS, check=True))
         backward_op(torch.randn_like(z), z, scale, dtype, KEYS[kind], inner=36, check=True)
-
-
-@every_kind
-def test_a_change_in_place_is_an_error(kind: str) -> None:
-    x = torch.randn(4, 9, requires_grad=True)
-    y = KINDS[kind](x, 9).mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("module", [MSLayerNorm, MSRMSNorm])
@@ -280,33 +242,6 @@ def test_wrong_inputs(name: str) -> None:
             norm(torch.ones(shape))
     with pytest.raises(ValueError, match="at least one dimension"):
         MSRMSNorm(())
-
-
-DISTRIBUTED = """
-from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
-
-torch.manual_seed(0)
-whole, dy = torch.randn(7, 5, 64), torch.randn(7, 5, 64)
-for norm in (ms_layer_norm, ms_rms_norm):
-    leaf = whole.clone().requires_grad_()
-    expected = norm(leaf, 64)
-    (gradient,) = torch.autograd.grad(expected, leaf, dy)
-    for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
-        x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
-        y = norm(x, 64)
-        after = Replicate() if placement == Shard(2) else placement
-        assert isinstance(y, DTensor) and y.placements == (after,) and y.shape == whole.shape
-        assert torch.equal(y.full_tensor(), expected)
-        (dx,) = torch.autograd.grad(y, x, distribute_tensor(dy, mesh, [after]))
-        assert torch.equal(dx.full_tensor(), gradient)
-    half = DTensor.from_local(whole / 2, mesh, [Partial()], run_check=False)
-    assert torch.equal(norm(half, 64).full_tensor(), expected)
-"""
-
-
-@pytest.mark.full
-def test_dtensors(tmp_path: Path) -> None:
-    run(DISTRIBUTED, tmp_path)
 
 
 COLUMNS = {"short": 32, "several": 768, "block": 4096, "longest": 16384, "odd": 1003, "long": 50_000}
@@ -338,15 +273,13 @@ def test_compiled_without_spills(pass_: str, kind: str, dtypes: str, columns: st
 SIZE = 24
 
 
-def llama(width: int) -> nn.Module:
-    return imported("transformers.models.llama.modeling_llama").LlamaRMSNorm(width)
-
-
-def gemma(width: int) -> nn.Module:
-    return imported("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(width)
-
-
-NORMS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm, "LLaMA's": llama, "Gemma's": gemma}
+OF_MODELS = "transformers.models.{0}.modeling_{0}"
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "LayerNorm": nn.LayerNorm,
+    "RMSNorm": nn.RMSNorm,
+    "LLaMA's": lambda width: imported(OF_MODELS.format("llama")).LlamaRMSNorm(width),
+    "Gemma's": lambda width: imported(OF_MODELS.format("gemma")).GemmaRMSNorm(width),
+}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -368,11 +301,11 @@ def test_the_same_function_from_fewer_bytes(kind: str, bias: bool) -> None:
         (gradient,) = torch.autograd.grad(F.softplus(y).sum(), x)
         found.append((y.detach(), gradient, saved.bytes))
     torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-4, atol=1e-5)
-    assert found[1][2] < found[0][2]
+    assert found[1][2] == x.nbytes + 6 * 4 and found[0][2] >= 2 * x.nbytes  # both layers save one tensor
 
 
 def test_half_precision() -> None:
-    norm = llama(SIZE).bfloat16()
+    norm = NORMS["LLaMA's"](SIZE).bfloat16()
     nn.init.normal_(norm.weight)
     layer = nn.Linear(SIZE, 8, bias=False, dtype=torch.bfloat16)
     expected = layer.weight * norm.weight
@@ -380,12 +313,8 @@ def test_half_precision() -> None:
     assert torch.equal(layer.weight, expected)
 
 
-class Other(nn.LayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) ** 3
-
-
 NORM, SIZES = "norm: expected a LayerNorm or RMSNorm", f"layers: expected linear layers of {SIZE} inputs, got "
+Other = type("Other", (nn.LayerNorm,), {"forward": lambda self, x: x**3})
 WRONG = {
     "another norm": (Other(SIZE), nn.Linear(SIZE, 2), rf"{NORM} .*, got Other"),
     "no weight": (nn.LayerNorm(SIZE, elementwise_affine=False), nn.Linear(SIZE, 2), NORM),

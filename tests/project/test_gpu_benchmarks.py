@@ -1,7 +1,5 @@
 """benchmarks/gpu, rehearsed on a CPU: every part to its end, killed, resumed, and its tables."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

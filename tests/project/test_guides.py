@@ -1,7 +1,5 @@
 """The code of the guides and the examples runs as it stands."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -12,22 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fitact.runtime.choose.records import Conversion
 from fitact.runtime.measure.prepare import imported
 from tests.conftest import ROOT
 
 SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(number))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def blocks(page: str) -> list[str]:
@@ -46,12 +34,13 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=64, **SIZES)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
-    data = Texts()
+    tokens = [torch.randint(64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(8)]
+    data = [{"input_ids": each, "labels": each} for each in tokens]
     names: dict[str, Any] = {
         "checkpoint": str(tmp_path / "checkpoint"),
         "folder": str(tmp_path / "results"),
         "data": data,
-        "batch": {name: torch.stack([data[i][name] for i in range(8)]) for name in ("input_ids", "labels")},
+        "batch": dict.fromkeys(("input_ids", "labels"), torch.stack(tokens)),
     }
     for block in blocks("transformers.md"):
         exec(compile(block, "transformers.md", "exec"), names)
@@ -76,18 +65,13 @@ def test_python_parses(page: str) -> None:
             ast.parse(block)
 
 
-def run(name: str, folder: Path, *arguments: str) -> str:
-    """Run an example as a reader does, with the environment's own packages; return what it prints."""
+def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
+    """Run some steps as a reader does, with the packages of the environment; return the print, MiB and loss."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "docs" / "examples" / name), *arguments]
+    command = [sys.executable, str(ROOT / "docs/examples/finetune_lora.py"), "--steps", "4", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
-    """Run the fine-tuning for some steps; return what it prints, the bytes saved in MiB and the loss."""
-    printed = run("finetune_lora.py", folder, "--steps", "4", *arguments)
+    printed = done.stdout
     saved = re.search(r"saved for backward: ([\d.]+) MiB", printed)
     loss = re.search(r"loss (\S+) over 4 steps", printed)
     assert saved is not None and loss is not None

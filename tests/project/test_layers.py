@@ -1,7 +1,5 @@
 """A folder of the package imports only folders below it, and of these only what their `__init__` exports."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Tables of the documents are those of the committed measurements, which are made again in small."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """The notebooks are clean as committed, and executed again they print the same."""
 
-from __future__ import annotations
-
-import json
 import math
 import re
 import shutil
@@ -106,23 +103,14 @@ def test_every_fit_has_its_command() -> None:
         assert read(path).name == name
 
 
-def numbers(value: Any) -> Iterator[float]:
-    match value:
-        case dict():
-            for key in sorted(value):
-                yield from numbers(value[key])
-        case list():
-            for one in value:
-                yield from numbers(one)
-        case int() | float():
-            yield float(value)
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FITS)
 def test_the_command_makes_the_fit(name: str, tmp_path: Path) -> None:
     script("refit").refit(name, tmp_path)
-    committed, made = (json.loads((folder / f"{name}.json").read_text()) for folder in (FOLDER / "fits", tmp_path))
-    assert committed.keys() == made.keys()
-    for old, new in zip(numbers(committed), numbers(made), strict=True):
-        assert math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-7)
+    committed, made = ((folder / f"{name}.json").read_text() for folder in (FOLDER / "fits", tmp_path))
+    assert NUMBER.sub("", committed) == NUMBER.sub("", made)
+    for old, new in zip(NUMBER.findall(committed), NUMBER.findall(made), strict=True):
+        assert math.isclose(float(old), float(new), rel_tol=1e-5, abs_tol=1e-7)

@@ -1,9 +1,6 @@
 """Private parts of PyTorch are used in two files of the package, and do there what their names say."""
 
-from __future__ import annotations
-
 import ast
-import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -93,21 +90,6 @@ def test_memory_that_nothing_else_refers_to(mode: Callable[[], AbstractContextMa
         assert torch_internals.is_alone(x)
 
 
-def test_the_node_that_runs() -> None:
-    calls: list[int | None] = [torch_internals.running_call()]
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append(torch_internals.running_call())
-        return tensor
-
-    x = torch.ones(4, requires_grad=True)
-    first = torch_internals.next_call()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = x.exp().sin().sigmoid()
-    y.sum().backward()
-    assert calls == [None, first + 2, first + 1, first]
-
-
 def test_plain_models_run_uncompiled_and_no_part_twice() -> None:
     class Counting(nn.Linear):
         runs = 0
@@ -127,15 +109,6 @@ def test_plain_models_run_uncompiled_and_no_part_twice() -> None:
     assert model[2].gradient_checkpointing is False
     model(torch.ones(2, 2)).sum().backward()
     assert Counting.runs == 3
-
-
-def test_hooks_are_seen() -> None:
-    module = nn.ReLU()
-    for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
-        assert not torch_internals.has_hooks(module)
-        handle = getattr(module, f"register_{kind}")(lambda *_: None)
-        assert torch_internals.has_hooks(module) and torch_internals.has_hooks(copy.deepcopy(module))
-        handle.remove()
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -19,6 +19,7 @@ import fitact
 from fitact.fitter.records.weights import Calibration
 from fitact.runtime.measure import sketch
 from fitact.runtime.measure.sketch import NEAR, STEPS, Sketch
+from tests.support.built import built
 from tests.support.refusals import refused
 
 
@@ -56,53 +57,32 @@ def test_chunks_and_streams_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         assert (other.mean, other.deviation) == pytest.approx((whole.mean, whole.deviation), rel=1e-12)
 
 
-class Swish(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x)
+def forward(self: Any, x: Tensor) -> Tensor:
+    """Call activations of every kind that calibration sees."""
+    y = self.act(self.up(x))
+    y = self.gate(y) + self.approximate(input=y)
+    y = self.drop(self.own(self.slope(self.norm(y))))
+    y = torch.tanh(y) + y.sigmoid() + F.gelu(y, approximate="tanh")
+    return self.down(F.relu(y, inplace=True))
 
 
-class Block(nn.Module):
-    """Activations of every kind that is found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 24)
-        self.act = nn.GELU()
-        self.gate = F.silu
-        self.approximate = partial(F.gelu, approximate="tanh")
-        self.slope = nn.LeakyReLU(0.2)
-        self.own = Swish()
-        self.norm = nn.BatchNorm1d(24)
-        self.drop = nn.Dropout(0.5)
-        self.down = nn.Linear(24, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.up(x))
-        y = self.gate(y) + self.approximate(input=y)
-        y = self.own(self.slope(self.norm(y)))
-        y = self.drop(y)
-        y = torch.tanh(y) + y.sigmoid() + F.gelu(y, approximate="tanh")
-        return self.down(F.relu(y, inplace=True))
+def block() -> nn.Module:
+    parts = {"up": nn.Linear(8, 24), "act": nn.GELU(), "gate": F.silu, "norm": nn.BatchNorm1d(24)}
+    parts |= {"approximate": partial(F.gelu, approximate="tanh"), "slope": nn.LeakyReLU(0.2)}
+    parts |= {"own": built(lambda self, x: x * torch.sigmoid(x)), "drop": nn.Dropout(0.5)}
+    return built(forward, **parts, down=nn.Linear(24, 8))
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Softmax(-1))
+    model = nn.Sequential(block(), block(), nn.Softmax(-1))
     model[1].unused = nn.Tanh()
     return model
 
 
 BATCHES = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(3)]
-OF_A_BLOCK = {
-    "act": "gelu",
-    "slope": "LeakyReLU(negative_slope=0.2)",
-    "own": "silu",
-    ":silu": "silu",
-    ":tanh": "tanh",
-    ":sigmoid": "sigmoid",
-    ":gelu_tanh": "gelu_tanh",
-    ":relu": "relu",
-}
+OF_A_BLOCK = {"act": "gelu", "slope": "LeakyReLU(negative_slope=0.2)", "own": "silu"}
+OF_A_BLOCK |= {f":{name}": name for name in ("silu", "tanh", "sigmoid", "gelu_tanh", "relu")}
 
 
 def test_sites() -> None:
@@ -144,9 +124,8 @@ def test_the_inputs_are_those_of_the_model(train: bool) -> None:
 
 def test_groups() -> None:
     alone, grouped = (fitact.calibrate(net().eval(), BATCHES, group=group) for group in (False, True))
-    assert [one.path.replace("*", "0") for one in grouped.sites] == [
-        one.path for one in alone.sites if one.path[0] == "0"
-    ]
+    paths = [one.path for one in alone.sites if one.path[0] == "0"]
+    assert [one.path.replace("*", "0") for one in grouped.sites] == paths
     for one in grouped.sites:
         parts = [part for part in alone.sites if part.path in (one.path.replace("*", i) for i in "01")]
         assert one.count == sum(part.count for part in parts)
@@ -206,15 +185,12 @@ def test_no_tensor_is_stored() -> None:
 def test_kinds_of_batches_and_models() -> None:
     """A module at two places is one site; converted models, and those in a context, are seen as they were."""
 
-    class Two(nn.Module):
-        def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
-            return F.silu(x + y)
-
     def sites(model: nn.Module, batches: Any) -> list[Any]:
         return [(one.path, one.activation, one.count) for one in fitact.calibrate(model, batches).sites]
 
     x, act = torch.ones(3), nn.GELU()
-    assert sites(Two(), [{"x": x, "y": x}, lambda model: model(x, y=x)]) == [(":silu", "silu", 6)]
+    two = built(lambda self, x, *, y: F.silu(x + y))
+    assert sites(two, [{"x": x, "y": x}, lambda model: model(x, y=x)]) == [(":silu", "silu", 6)]
     assert sites(nn.Sequential(nn.GELU()), [(x,), [x], x]) == [("0", "gelu", 9)]
     assert sites(nn.Sequential(act, nn.Linear(8, 8), act), BATCHES) == [("0", "gelu", 2 * 3 * 16 * 8)]
     half = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()).bfloat16()

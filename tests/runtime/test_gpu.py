@@ -84,6 +84,11 @@ each_dtype = pytest.mark.parametrize(
 )
 
 
+def shipped_function(name: str) -> Callable[..., torch.Tensor]:
+    function: Callable[..., torch.Tensor] = getattr(import_module(f"fitact.generated.{name}"), name)
+    return function
+
+
 def activation(name: str) -> Generated:
     return SHIPPED[name] if name in SHIPPED else made("x + sin(x)**2", OWN[name])
 
@@ -253,11 +258,11 @@ def test_autocast(name: str) -> None:
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
 
 
-GRAPHS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
-    **{name: (lambda x, name=name: SHIPPED[name].function(x), 1) for name in FEW},
-    "swiglu": (lambda g, u: shipped_gate("swiglu_recompute")(g, u), 2),
-    "layer norm": (lambda x: ms_layer_norm(x, 768, 1e-5), 1),
-    "rms norm": (lambda x: ms_rms_norm(x, 768, 1e-5), 1),
+GRAPHS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: SHIPPED[name].function for name in FEW},
+    "swiglu": shipped_function("swiglu_recompute"),
+    "layer norm": lambda x: ms_layer_norm(x, 768, 1e-5),
+    "rms norm": lambda x: ms_rms_norm(x, 768, 1e-5),
 }
 
 
@@ -265,8 +270,8 @@ GRAPHS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
 @pytest.mark.parametrize("what", GRAPHS)
 def test_cuda_graphs(what: str) -> None:
     """A captured forward and backward, replayed with other numbers, is what eager computes of these."""
-    function, count = GRAPHS[what]
-    leaves = [torch.randn(512, 768, device="cuda", requires_grad=True) for _ in range(count)]
+    function = GRAPHS[what]
+    leaves = [torch.randn(512, 768, device="cuda", requires_grad=True) for _ in range(1 + (what == "swiglu"))]
     dy = torch.randn(512, 768, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -343,18 +348,12 @@ def test_more_elements_than_an_int32_counts() -> None:
     assert not dx[:-tail].any()
 
 
-def shipped_gate(name: str) -> Callable[..., torch.Tensor]:
-    function: Callable[..., torch.Tensor] = getattr(import_module(f"fitact.generated.{name}"), name)
-    return function
-
-
 @needs_gpu
-@pytest.mark.parametrize(
-    ("name", "count", "codes"), [("gelu_fewbit3", 1, 3 / 8), ("swiglu_recompute", 2, 0), ("geglu_recompute", 2, 0)]
-)
-def test_memory_that_is_taken(name: str, count: int, codes: float) -> None:
+@pytest.mark.parametrize("name", ["gelu_fewbit3", "swiglu_recompute", "geglu_recompute"])
+def test_memory_that_is_taken(name: str) -> None:
     """Forward takes the output and the codes, backward the gradients; there is nothing beside."""
-    function, n = STEP.function if count == 1 else shipped_gate(name), 2**24
+    function, n = shipped_function(name), 2**24
+    count, codes = (1, 3 / 8) if name == "gelu_fewbit3" else (2, 0)
     leaves = [torch.randn(n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
     dy = torch.randn_like(leaves[0])
     torch.autograd.grad(function(*leaves), leaves, dy)
@@ -436,7 +435,7 @@ def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     down = torch.nn.Linear(300, 8, device=DEVICE)
     g, u = torch.randn(2, 30, 300, device=DEVICE).requires_grad_()
     with fitact.saving():
-        y = down(shipped_gate("swiglu_recompute")(g, u))
+        y = down(shipped_function("swiglu_recompute")(g, u))
     assert launched == ["forward"]
     y.sum().backward()
     assert launched[1:] == ["forward", "backward"]
@@ -483,12 +482,8 @@ def test_norms(centred: bool, dtype: torch.dtype, columns: int) -> None:
         if rows == 5 and columns > 50 and dtype == torch.float32:
             x[0, 3], x[1, 40], x[2] = torch.nan, torch.inf, 0.0
         check_norm(centred, x.to(dtype), dtype)
-
-
-@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
-@pytest.mark.parametrize("out", DTYPES[:2], ids=str)
-def test_norms_under_autocast(centred: bool, out: torch.dtype) -> None:
-    check_norm(centred, torch.randn(9, 200), out)
+    if columns == 100:
+        check_norm(centred, torch.randn(9, columns), dtype)  # as under autocast
 
 
 def check_norm(centred: bool, x: torch.Tensor, out: torch.dtype) -> None:

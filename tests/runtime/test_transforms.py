@@ -12,32 +12,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fitact.runtime.kernels.ops import NUMBER
 from fitact.runtime.measure.saved import count_saved
-from tests.support.generated import (
-    CHANGES,
-    EACH_DTYPE,
-    LAYOUTS,
-    Generated,
-    backward_op,
-    forward_op,
-    run,
-    same,
-    sizes,
-)
-from tests.support.kinds import (
-    OPERATIONS,
-    QUICK,
-    USUAL,
-    each_kind,
-    each_operation,
-    every_kind,
-    kinds,
-    operation,
-    passes,
-)
+from tests.support import generated
+from tests.support.generated import CHANGES, EACH_DTYPE, LAYOUTS, Generated, run, same, sizes
+from tests.support.kinds import OPERATIONS, QUICK, USUAL, each_kind, every_kind, kinds, operation, passes
 from tests.support.learned import CASES
 from tests.support.rows import full
+from tests.support.saving import Operators
 
 BACKENDS = ["eager", "aot_eager"]
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
 # a formula that PyTorch lacks rounds differently with and without vectors
 close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 
@@ -86,9 +69,7 @@ BUDGETS = full(product(QUICK, (1.0, 0.5, 0.0)), [("gelu_fewbit3", 1.0)])
 def test_compile_with_the_default_backend(one: Generated, budget: float) -> None:
     """Between two operations that Inductor would like to fuse and recompute: gradients as without it."""
 
-    function = one.function
-
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x: torch.Tensor, function: Callable = one.function) -> torch.Tensor:
         return function(x * 2).sin() + 1
 
     x = torch.randn(64, 1024, requires_grad=True)
@@ -165,11 +146,11 @@ def test_opcheck(one: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> 
     for out in {dtype, torch.bfloat16} if one.saves_output and dtype != torch.float64 else {dtype}:
         turned = x, None, 1, 0.0, list(reversed(range(x.dim()))), NUMBER[out], key
         torch.library.opcheck(torch.ops.fitact.forward.default, turned)
-        y, codes = forward_op(x, out, key, check=True)
+        y, codes = generated.forward_op(x, out, key, check=True)
         assert (y.dtype, y.shape) == (out, x.shape)
         assert codes.numel() == sum(one.saved(y)) - (y.nbytes if one.saves_output else 0)
         saved = y if one.saves_output else None
-        backward_op(torch.ones_like(y), saved, codes, dtype, key, check=True)
+        generated.backward_op(torch.ones_like(y), saved, codes, dtype, key, check=True)
 
 
 def test_no_schema_ends_with_an_optional_argument() -> None:
@@ -260,27 +241,26 @@ def twice(f, x):
 DERIVED = [penalty, power, of_dy, twice]
 
 
+FUNCTIONAL = [
+    lambda f, x: torch.func.grad(lambda t: torch.func.grad(lambda s: f(s).sum())(t).sum())(x),
+    lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
+    lambda f, x: torch.autograd.functional.hessian(lambda t: f(t).sum(), x),
+]
+
+
 @each_operation
-@pytest.mark.parametrize(
-    "derive",
-    [
-        *DERIVED,
-        lambda f, x: torch.func.grad(lambda t: torch.func.grad(lambda s: f(s).sum())(t).sum())(x),
-        lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
-        lambda f, x: torch.autograd.functional.hessian(lambda t: f(t).sum(), x),
-    ],
-)
-def test_second_derivatives_raise(name, derive):
+def test_second_derivatives_raise(name):
     one = operation(name)
     x, *others = one.tensors(torch.randn(3))
 
     def f(t):
         return one.function(t, *others)
 
-    with pytest.raises(RuntimeError, match=f"{one.who}: a second derivative was requested"):
-        derive(f, x.requires_grad_())
+    for derive in (*DERIVED, *FUNCTIONAL):
+        with pytest.raises(RuntimeError, match=f"{one.who}: a second derivative was requested"):
+            derive(f, x.clone().requires_grad_())
     with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(f, (torch.randn(3),), (torch.randn(3),))
+        torch.func.jvp(f, (x,), (x,))
 
 
 @each_kind
@@ -344,13 +324,14 @@ def test_checkpoints(name, way, autocast):
 
 @each_operation
 def test_nothing_is_saved_without_gradient(name):
-    """Nor where no tensor needs one; and then the result may change in place."""
+    """Nor where no tensor needs one: no activation makes a code, and the result may change in place."""
     one = operation(name)
     tensors = one.tensors(torch.randn(10, 12))
     expected = 2 * passes(one.function, tensors)[0][0]
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         needs = type(context) is not torch.enable_grad
-        with context, count_saved() as saved:
+        with context, count_saved() as saved, Operators() as operators:
             y = one.function(*(part.clone().requires_grad_(needs) for part in tensors))
             assert same(y.mul_(2), expected)
         assert not y.requires_grad and not saved.storages
+        assert name not in USUAL or not any(called.startswith("fitact.") for called in operators.names)

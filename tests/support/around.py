@@ -1,7 +1,5 @@
 """What users do around a model's step: checkpoints, hooks, threads and others, by name."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Small models of what saving is about: MLPs, norms with several readers, gates, experts, attention, adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,20 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .built import built
+
 WIDE = 48
-
-
-class Of(nn.Module):
-    """A model whose forward is a function of it and its input; its parts have names."""
-
-    def __init__(self, call: Callable[[Any, Tensor], Any], **parts: Any) -> None:
-        super().__init__()
-        self.call = call
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(self, x)
+Of = built  # its name in tests of saving and of the compiler
 
 
 def read_by(norm: nn.Module, *layers: nn.Module) -> nn.Module:
@@ -33,7 +21,7 @@ def read_by(norm: nn.Module, *layers: nn.Module) -> nn.Module:
         z = m.norm(x)
         return torch.cat([layer(z) for layer in m.layers], -1)
 
-    return Of(call, norm=norm, layers=nn.ModuleList(layers))
+    return built(call, norm=norm, layers=nn.ModuleList(layers))
 
 
 class MLP(nn.Module):
@@ -131,7 +119,7 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def hand(name: str) -> nn.Module:
-    return Of(lambda _, x: BY_HAND[name](x))
+    return built(lambda _, x: BY_HAND[name](x))
 
 
 Own = partial(hand, "tanh")
@@ -179,7 +167,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def feed(call: Callable[[Tensor], Tensor] = F.gelu, p: float = 0.0) -> nn.Module:
-    return Of(
+    return built(
         lambda m, x: m.fc2(F.dropout(call(m.fc1(m.norm(x))), p, m.training)),
         norm=nn.LayerNorm(16),
         fc1=nn.Linear(16, WIDE),
@@ -200,7 +188,7 @@ def experts(gate: Callable[[Tensor], Tensor], linear: Callable[[Tensor, Tensor],
         return output.view(x.shape)
 
     up, down = (nn.Parameter(torch.randn(3, *sizes) / 4) for sizes in ((2 * WIDE, 16), (16, WIDE)))
-    return Of(call, norm=RMSNorm(), up=up, down=down)
+    return built(call, norm=RMSNorm(), up=up, down=down)
 
 
 def gated(both: Tensor) -> Tensor:
@@ -257,7 +245,7 @@ def adapter() -> nn.Module:
         return m.base(y) + wide.to(y.dtype)
 
     a, b = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
-    return Of(call, norm=RMSNorm(), base=nn.Linear(16, 16), a=a, b=b)
+    return built(call, norm=RMSNorm(), base=nn.Linear(16, 16), a=a, b=b)
 
 
 CALLS: dict[str, Callable[[], nn.Module]] = {
@@ -286,7 +274,7 @@ CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 def turned() -> nn.Module:
     parts = {"fc": nn.Linear(8, 16), "act": nn.SiLU(), "conv": nn.Conv2d(8, 4, 3, padding=1)}
-    return Of(lambda m, x: m.conv(m.act(m.fc(x)).transpose(2, 3)[:, :, ::2]), **parts)
+    return built(lambda m, x: m.conv(m.act(m.fc(x)).transpose(2, 3)[:, :, ::2]), **parts)
 
 
 def unit(norm: Callable[[], nn.Module], act: Callable[[], nn.Module], n: int = 2) -> nn.Module:

@@ -1,7 +1,5 @@
 """A model of a few lines: its parts, and the function of them that its forward is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of compiled code need."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

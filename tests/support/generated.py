@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,17 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
+def sample(dtype: torch.dtype, corners: Sequence[float]) -> torch.Tensor:
+    """Numbers of every size and both signs, corners with their neighbours, and special values."""
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    at = np.array([0.0, *corners], dtype=kind)
+    beside = [np.nextafter(at, kind(to)) for to in (-np.inf, np.inf)]
+    special = [np.inf, np.nan, np.finfo(kind).max]
+    parts = [np.linspace(0, 30, 30_001), np.geomspace(1e-42, 1e30, 2000), at, *beside, special]
+    half = np.concatenate([np.asarray(part, dtype=kind) for part in parts])
+    return torch.from_numpy(np.concatenate([half, -half]))
+
+
 # Orders and sizes that a tensor may have; of those that are not dense the result is contiguous.
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "contiguous": lambda: torch.randn(3, 50, 70),
@@ -102,7 +114,6 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "above_a_tile": lambda: torch.randn(8193),
     "many_chunks": lambda: torch.randn(8192 * 35 + 5),
 }
-DENSE = set(LAYOUTS) - {"expanded", "sliced", "overlapping"}
 
 
 def first_row(y: torch.Tensor) -> torch.Tensor:
@@ -207,9 +218,14 @@ class Generated(ABC):
         whole = y.numel() * y.element_size() if self.saves_output else 0
         return sorted(filter(None, [whole, -(-y.numel() // 8192) * 1024 * self.bits]))
 
-    @abstractmethod
+    @property
+    def corners(self) -> Sequence[float]:
+        """Where this activation is special, beside 0."""
+        return ()
+
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """All numbers of half precision; else a sample, with all that is special to this activation."""
+        return patterns(dtype) if dtype in HALVES else sample(dtype, self.corners)
 
     @abstractmethod
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:

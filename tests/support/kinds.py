@@ -76,7 +76,6 @@ NORMS = {"ms_layer_norm": ms_layer_norm, "ms_rms_norm": ms_rms_norm}
 # PyTorch's functions, and not; numbers of channels, and one
 SEVERAL = ("recompute", "recompute_clamped", "dyt", "swish_beta")
 OPERATIONS = (*USUAL, *SEVERAL, *NORMS)
-each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
 def operation(name: str) -> Operation:

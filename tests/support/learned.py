@@ -38,6 +38,10 @@ def xielu(x: torch.Tensor, p: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, ap * x * x + 0.5 * x, (torch.expm1(torch.min(x, eps)) - x) * an + 0.5 * x)
 
 
+def prelu(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, x, w * x)
+
+
 def dyt(x: torch.Tensor, a: torch.Tensor, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return g * torch.tanh(a * x) + b
 
@@ -49,11 +53,8 @@ def own(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 OWN = "where(x > b, atan(a*x), a*(x - b)/(1 + exp(-b*x)))"
 CASES: dict[str, Case] = {
     "xielu": Case(recomputed("xielu", "own_xielu"), xielu),
-    "prelu": Case(recomputed("prelu", "own_prelu"), lambda x, w: torch.where(x > 0, x, w * x)),
-    "prelu_channel": Case(
-        recomputed("prelu", "own_prelu_channel", {"weight": (0.25, True)}),
-        lambda x, w: torch.where(x > 0, x, w * x),
-    ),
+    "prelu": Case(recomputed("prelu", "own_prelu"), prelu),
+    "prelu_channel": Case(recomputed("prelu", "own_prelu_channel", {"weight": (0.25, True)}), prelu),
     "swish_beta": Case(recomputed("swish_beta", "own_swish"), lambda x, b: x * torch.sigmoid(b * x)),
     "dyt": Case(recomputed("dyt", "own_dyt"), dyt),
     "derf": Case(recomputed("derf", "own_derf"), lambda x, a, s, g, b: g * torch.erf(a * x + s) + b),
@@ -70,20 +71,15 @@ def learned_module(name: str) -> ModuleType:
 
 
 def call(name: str, x: torch.Tensor, numbers: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
-    y: torch.Tensor = getattr(learned_module(name), CASES[name].fit.name)(
-        x, *numbers, *([dim] if CASES[name].wide else [])
-    )
-    return y
+    function = getattr(learned_module(name), CASES[name].fit.name)
+    return function(x, *numbers, dim) if CASES[name].wide else function(x, *numbers)
 
 
-def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (number.start + 0.1 * torch.randn(channels if number.channel else 1, generator=generator, dtype=dtype))
-        .detach()
-        .requires_grad_()
-        for number in case.fit.activation.numbers
-    ]
+def numbers_of(case: Case, channels: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    numbers = [(number.start, channels if number.channel else 1) for number in case.fit.activation.numbers]
+    draws = (start + 0.1 * torch.randn(size, generator=generator, dtype=dtype) for start, size in numbers)
+    return [one.requires_grad_() for one in draws]
 
 
 def shaped(numbers: Sequence[torch.Tensor], x: torch.Tensor, dim: int) -> list[torch.Tensor]:

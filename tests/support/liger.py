@@ -3,8 +3,6 @@
 The interpreter has no functions of CUDA's library, and gives kernels Python's numbers, which have no `to`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A link between a device and the host that is simulated: both are the CPU, and copies take time."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple

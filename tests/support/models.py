@@ -1,7 +1,5 @@
 """Real models by name, small and with random weights, and a step of training."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, patterns, same
+from tests.support.generated import Generated, each_of, fits, half_ulp, same
 
 SELU = "1.0507009873554804934193349852946"
 SELU_ALPHA = "1.6732632423543772848170429916717"
@@ -62,12 +61,6 @@ class Output(Generated):
         found: torch.Tensor = eval(self.closed or CLOSED[self.plain][1], space | {"y": y.detach().double()})
         return found
 
-    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """A sample has corners with their neighbours, and special values."""
-        if dtype in HALVES:
-            return patterns(dtype)
-        return points(dtype, self.corners)
-
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
         """dy · g(y) in float64, up to roundings of float32 (of float64 for float64) and the last one.
 
@@ -84,17 +77,6 @@ class Output(Generated):
         assert same(dx[~known], expected.to(dx.dtype)[~known])
         if self.own is None and self.plain in LINEAR and x.dtype == y.dtype:
             assert bool((dx == self.baseline_gradient(x, dy))[~x.isnan()].all())
-
-
-def points(dtype: torch.dtype, corners: tuple[float, ...] = ()) -> torch.Tensor:
-    """A sample of a dtype, corners with their neighbours, and special values."""
-    kind = np.float32 if dtype == torch.float32 else np.float64
-    tails = np.geomspace(1e-42, 1e30, 2000)
-    at = np.array([0.0, *corners], dtype=kind)
-    near = [at, np.nextafter(at, kind(np.inf)), np.nextafter(at, kind(-np.inf))]
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, np.finfo(kind).max, np.finfo(kind).min]
-    parts = [np.linspace(-30, 30, 60_001), tails, -tails, *near, special]
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=kind) for part in parts]))
 
 
 @cache

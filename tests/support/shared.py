@@ -1,7 +1,5 @@
 """Values computed once for all processes of a test run: the first process that needs one keeps it in a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

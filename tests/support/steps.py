@@ -1,12 +1,12 @@
 """What tests of step activations share: the shipped ones, and a plain oracle."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 
-from tests.support.generated import HALVES, Generated, fits, patterns, same
+from tests.support.generated import Generated, fits, same
 
 # Exact as step functions: PyTorch's own gradient is the reference at every float.
 PIECEWISE_LINEAR = ("hardshrink", "hardsigmoid", "hardtanh", "identity", "leaky_relu", "relu", "relu6")
@@ -30,8 +30,9 @@ class Shipped(Generated):
         wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
         return (dy.to(wide) * self.derivative(x).to(wide)).to(dy.dtype)
 
-    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        return patterns(dtype) if dtype in HALVES else around(self.fit["borders"], dtype)
+    @property
+    def corners(self) -> Sequence[float]:
+        return self.fit["borders"]
 
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
         """Bit for bit; where f′ is a step function itself, PyTorch's own gradient too."""
@@ -44,12 +45,3 @@ class Shipped(Generated):
 @cache
 def shipped() -> list[Shipped]:
     return [Shipped(name, fit) for name, fit in fits().items() if "levels" in fit]
-
-
-def around(borders: list[float], dtype: torch.dtype) -> torch.Tensor:
-    """Each border with the floats next to it, both signs, and the special values."""
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    at = np.array(borders, dtype=kind)
-    below, above = np.nextafter(at, kind(-np.inf)), np.nextafter(at, kind(np.inf))
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], dtype=kind)
-    return torch.from_numpy(np.concatenate([at, below, above, -at, -below, -above, special]))
