@@ -103,7 +103,7 @@ def refuses(command: Command) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def one(request: pytest.FixtureRequest) -> Any:
+def case(request: pytest.FixtureRequest) -> Any:
     """An activation of the kind that a test is parametrised by, which may have to be fitted first."""
     from tests.support.kinds import kind
 

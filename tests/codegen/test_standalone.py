@@ -249,6 +249,6 @@ def test_modules_are_copied_and_pickled(folder: Path) -> None:
     first = load(folder / "gelu_fewbit3", "standalone_gelu").GeluFewbit3()
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), first)
     x = torch.randn(2, 3)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(twin[1]) is type(first)
-        assert torch.equal(twin(x), model(x))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied[1]) is type(first)
+        assert torch.equal(copied(x), model(x))

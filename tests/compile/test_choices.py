@@ -19,7 +19,7 @@ from fitact.runtime.compile.report import SavedRecord
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import blocks
 from tests.compile.test_compile import Gelu, SwiGLU, beside, made, off
-from tests.support.blocks import Of
+from tests.support.blocks import built
 
 
 def coded(
@@ -44,7 +44,7 @@ def masked(direct: bool) -> nn.Module:
         return m.out(x)
 
     qkv = nn.ModuleList(nn.Linear(64, 192, bias=False) for _ in range(2))
-    return Of(call, qkv=qkv, out=nn.Linear(64, 64, bias=False))
+    return built(call, qkv=qkv, out=nn.Linear(64, 64, bias=False))
 
 
 def heads(qkv: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def scored() -> nn.Module:
         y = m.out(x + joined(weights @ v) * m.gate(x).sigmoid())
         return F.cross_entropy(y.view(256, 64), torch.arange(256) % 64)
 
-    return Of(call, qkv=nn.Linear(64, 192), gate=nn.Linear(64, 64), out=nn.Linear(64, 64))
+    return built(call, qkv=nn.Linear(64, 192), gate=nn.Linear(64, 64), out=nn.Linear(64, 64))
 
 
 def sharp() -> nn.Module:
@@ -88,7 +88,7 @@ def sharp() -> nn.Module:
         q, k, v = heads(m.qkv(x))
         return m.out(joined(F.scaled_dot_product_attention(m.norm(q), m.norm(k), v, is_causal=True)))
 
-    return Of(call, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64), norm=nn.RMSNorm(16))
+    return built(call, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64), norm=nn.RMSNorm(16))
 
 
 def convolved(norm: nn.Module) -> nn.Module:
@@ -98,7 +98,7 @@ def convolved(norm: nn.Module) -> nn.Module:
 def scaled() -> nn.Module:
     """Return a factor for each channel, from a mean over the pixels."""
     parts = {"layer": nn.Linear(512, 512), "out": nn.Conv2d(512, 8, 1)}
-    return Of(lambda m, x: m.out(x * m.layer(x.mean((2, 3))).sigmoid()[:, :, None, None]), **parts)
+    return built(lambda m, x: m.out(x * m.layer(x.mean((2, 3))).sigmoid()[:, :, None, None]), **parts)
 
 
 SCORED = {"bmm: attention 8", "clone: attention 8", "addmm: activation 4"}
@@ -172,7 +172,7 @@ def test_signs_at_a_jump() -> None:
         with torch.no_grad():
             parts["up"].weight.mul_(1e-5)
             parts["up"].weight[::64] *= 1e5
-        return Of(lambda m, x: x + m.down(F.leaky_relu(m.up(x), -1.0)), **parts)
+        return built(lambda m, x: x + m.down(F.leaky_relu(m.up(x), -1.0)), **parts)
 
     (_, expected), (_, gradients), records = beside(partial(made, rectified, dtype=torch.float32), (128, 256))
     assert [record.kind for record in records if record.bits] == ["activation"]
@@ -185,7 +185,7 @@ def test_views_of_one_storage() -> None:
         return m.down(a.exp() * b.t().tanh().t())
 
     def make() -> nn.Module:
-        return Of(split, up=nn.Linear(64, 256), down=nn.Linear(128, 64))
+        return built(split, up=nn.Linear(64, 256), down=nn.Linear(128, 64))
 
     error, records = coded(make, (128, 64), budget=1.0)
     actual = [(record.before, record.after) for record in records if record.operation == "addmm"]

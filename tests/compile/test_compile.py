@@ -22,7 +22,7 @@ from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.compile.report import SavedRecord
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import storage_id
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.compilers import needs_compiler
 from tests.support.processes import python
 from tests.support.refusals import refused
@@ -34,18 +34,18 @@ BYTES = 8.3125 / 8  # of an element in codes of 8 bits
 
 def Gelu(width: int = 256, hidden: int = 1024, act: Callable[[Tensor], Tensor] = F.gelu) -> nn.Module:
     parts = {"up": nn.Linear(width, hidden), "down": nn.Linear(hidden, width), "norm": nn.LayerNorm(width)}
-    return Of(lambda m, x: x + m.down(act(m.up(m.norm(x)))), **parts)
+    return built(lambda m, x: x + m.down(act(m.up(m.norm(x)))), **parts)
 
 
 def SwiGLU(width: int = 256, hidden: int = 704) -> nn.Module:
     parts = {name: nn.Linear(width, hidden, bias=False) for name in ("gate", "up")}
     parts |= {"down": nn.Linear(hidden, width, bias=False), "norm": nn.RMSNorm(width)}
-    return Of(lambda m, x: x + m.down(F.silu(m.gate(z := m.norm(x))) * m.up(z)), **parts)
+    return built(lambda m, x: x + m.down(F.silu(m.gate(z := m.norm(x))) * m.up(z)), **parts)
 
 
 def dropped() -> nn.Module:
     parts = {"linear": nn.Linear(256, 256), "last": nn.Linear(256, 256)}
-    return Of(lambda m, x: m.last(F.layer_norm(x + F.dropout(m.linear(x), 0.25), (256,))), **parts)
+    return built(lambda m, x: m.last(F.layer_norm(x + F.dropout(m.linear(x), 0.25), (256,))), **parts)
 
 
 def made(*blocks: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -181,7 +181,9 @@ def test_dynamic_shapes() -> None:
 
 
 def test_outputs_are_left_alone() -> None:
-    model = Of(lambda m, x: (m.head(y := m.layer(x).tanh()), y), layer=nn.Linear(64, 64), head=nn.Linear(64, 99))
+    model = built(
+        lambda m, x: (m.head(y := m.layer(x).tanh()), y), layer=nn.Linear(64, 64), head=nn.Linear(64, 99)
+    )
     options = fitact.compile_options(budget=1.0)
     run_graphs(model, options, 1.0)(torch.randn(256, 64))
     reasons = {graph.operation: graph.reason for graph in options.report.graphs[0]}
@@ -231,7 +233,7 @@ def test_graph_breaks_and_accumulation() -> None:
         torch._dynamo.graph_break()
         return m.block(x)
 
-    model = made(lambda: Of(call, block=Gelu()))
+    model = made(lambda: built(call, block=Gelu()))
     compiled = fitact.compile(model)
     for _ in range(2):
         step(model, compiled, (TOKENS, 256))

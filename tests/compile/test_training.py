@@ -16,7 +16,7 @@ import fitact
 from benchmarks.compiled import run_graphs
 from tests.compile.test_compile import BYTES, TOKENS, Gelu, made, off, plain, step
 from tests.support.around import policy
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.compilers import needs_compiler
 from tests.support.processes import run
 
@@ -41,7 +41,7 @@ def test_checkpoints(again: str) -> None:
             x = checkpoint(run, x, block, use_reentrant=False, **AGAIN[again])
         return x
 
-    model = made(lambda: Of(call, blocks=nn.ModuleList((Gelu(), Gelu()))))
+    model = made(lambda: built(call, blocks=nn.ModuleList((Gelu(), Gelu()))))
     saved, expected = plain(0.9, model, (TOKENS, 256))
     ways = [("rounding", 0.012, int(saved / 2 * BYTES)), ("exact", 0.0, saved)]
     for error, limit, size in ways[: 1 if again == "everything" else 2]:
@@ -57,7 +57,7 @@ def half() -> nn.Module:
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.mul_(1e-4)
-    return Of(lambda m, x: m.last(m.block(torch.tanh(m.first(x)) * 1e4)), first=first, block=Gelu(), last=last)
+    return built(lambda m, x: m.last(m.block(torch.tanh(m.first(x)) * 1e4)), first=first, block=Gelu(), last=last)
 
 
 def test_scaled_losses() -> None:

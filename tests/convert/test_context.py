@@ -122,17 +122,17 @@ def step(model: nn.Module, x: Tensor = X, autocast: bool = False) -> tuple[int, 
     x = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), count_saved(model) as saved:
         y = model(x)
-    wanted = [x, *(one for one in model.parameters() if one.requires_grad)]
+    wanted = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
     gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
-    return saved.bytes, [y.detach(), *(one for one in gradients if one is not None)]
+    return saved.bytes, [y.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
-def off(found: list[Tensor], expected: list[Tensor]) -> float:
-    a, b = (torch.cat([one.double().flatten() for one in some]) for some in (found, expected))
+def off(actual: list[Tensor], expected: list[Tensor]) -> float:
+    a, b = (torch.cat([each.double().flatten() for each in some]) for some in (actual, expected))
     return float((a - b).norm() / b.norm())
 
 
@@ -149,11 +149,14 @@ def test_models(name: str, autocast: bool) -> None:
     before, expected = step(model, autocast=autocast)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         report = fitact.convert(model, example_inputs=X.clone().requires_grad_())
-    after, found = step(model, autocast=autocast)
-    assert equal(found, expected)
+    after, actual = step(model, autocast=autocast)
+    assert equal(actual, expected)
     assert (report.saved_before, report.saved_after) == (before, after) and after < before
     assert report.gradient is not None and report.gradient.error == 0
-    assert [sum(getattr(one, key) for one in report.modules) for key in ("before", "after")] == [before, after]
+    assert [sum(getattr(module, key) for module in report.modules) for key in ("before", "after")] == [
+        before,
+        after,
+    ]
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -163,10 +166,10 @@ def test_classes_of_errors(error: str, gradients: bool | None) -> None:
     model = made()
     before, expected = step(model)
     report = fitact.convert(model, error=error, example_inputs=X, gradients=gradients)
-    after, found = step(model)
+    after, actual = step(model)
     assert after == report.saved_after < before * SAVED[error]
     assert (report.gradient is not None) == (error == "exact" if gradients is None else gradients)
-    assert equal(found, expected) == (error == "exact") and off(found, expected) <= ERRORS[error]
+    assert equal(actual, expected) == (error == "exact") and off(actual, expected) <= ERRORS[error]
     if report.gradient is not None:
         assert 0 <= report.gradient.error <= ERRORS[error] and (report.gradient.error == 0) == (error == "exact")
     rows = {row.name: row.storages for row in report.modules}
@@ -181,8 +184,8 @@ def test_numbers_of_bits() -> None:
     assert report.sites[0].after == "saving(\"exact\", bits={'gate': 6})" and report.gradient is None
     in_context = made()
     in_context.forward = fitact.saving("exact", {"gate": 6})(in_context.forward)
-    _, found = step(model)
-    assert equal(found, step(in_context)[1]) and not equal(found, step(made())[1])
+    _, actual = step(model)
+    assert equal(actual, step(in_context)[1]) and not equal(actual, step(made())[1])
     four = fitact.convert(model, bits=4, example_inputs=X, gradients=True)
     assert four.saved_after < report.saved_after and four.gradient is not None and four.gradient.error
 
@@ -222,10 +225,10 @@ def test_gradients_that_cannot_be_compared() -> None:
 
 def test_a_first_run_that_differs_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first products of a GPU may: only a second difference counts."""
-    found = [Gradient(0.0, 1.0), Gradient(1e-3, 1.0)]
-    monkeypatch.setattr(import_module("fitact.runtime.choose.convert"), "gradient_error", lambda *_: found.pop())
+    actual = [Gradient(0.0, 1.0), Gradient(1e-3, 1.0)]
+    monkeypatch.setattr(import_module("fitact.runtime.choose.convert"), "gradient_error", lambda *_: actual.pop())
     report = fitact.convert(nn.Sequential(linear(), nn.GELU(), linear()), example_inputs=X)
-    assert report.gradient == Gradient(0.0, 1.0) and not found
+    assert report.gradient == Gradient(0.0, 1.0) and not actual
 
 
 @pytest.mark.parametrize("said", ["aten::x does not have a deterministic implementation", "another error"])
@@ -293,8 +296,8 @@ def test_patterns(given: dict[str, Any], paths: list[str]) -> None:
     assert [site.name for site in report.replaced] == paths
     left = [(site.name, site.reason) for site in report if site not in report.replaced]
     assert left == [(path, "excluded") for path in given.get("exclude", ())]
-    after, found = step(model)
-    assert equal(found, expected) and report.saved_after == after < before
+    after, actual = step(model)
+    assert equal(actual, expected) and report.saved_after == after < before
     with count_saved(model, detail=True) as saved:
         model(X)
     rows = {row.name: row.after for row in report.modules if row.after}
@@ -311,7 +314,7 @@ def test_lazy_and_untrained_models() -> None:
     lazy(X).sum().backward()
     with fitact.saving():  # which layers may be made in
         layers = nn.Conv2d(3, 3, 3), nn.LSTM(3, 3), nn.MultiheadAttention(8, 2), nn.Embedding(4, 4)
-    assert all(bool(one.isfinite().all()) for layer in layers for one in layer.parameters())
+    assert all(bool(parameter.isfinite().all()) for layer in layers for parameter in layer.parameters())
     frozen = made().requires_grad_(False)
     report = fitact.convert(frozen, example_inputs=X)
     assert (report.saved_before, report.saved_after, report.replaced) == (0, 0, ()) and not attached(frozen)
@@ -341,8 +344,8 @@ def test_beside_a_method() -> None:
     fitact.convert(model, "fewbit")
     before, expected = step(model)
     report = fitact.convert(model, example_inputs=X)
-    after, found = step(model)
-    assert equal(found, expected) and after < before == report.saved_before
+    after, actual = step(model)
+    assert equal(actual, expected) and after < before == report.saved_before
     assert len(fitact.revert(model)) == 2
     assert type(model) is nn.Sequential and type(model[2]) is nn.GELU and equal(step(model)[1], exact)
 

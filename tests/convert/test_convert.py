@@ -84,12 +84,12 @@ def check_replaced(activation: Any, name: str | None = None) -> tuple[Tensor, Te
     (site,) = fitact.convert(model, "fewbit")
     assert site.name == "act" and site.after and name in (None, site.after)
     assert not isinstance(activation, nn.Module) or site.before == type(activation).__name__
-    found = model(x)
+    actual = model(x)
     assert [*model.state_dict()] == state
     assert isinstance(activation, nn.Module) or [path for path, _ in model.named_modules()] == paths
     assert sites(fitact.revert(model)) == {"act": site.before}
     assert model.act is activation
-    return baseline, found
+    return baseline, actual
 
 
 @pytest.mark.parametrize(("activation", "name"), PLAIN, ids=[f"{i}-{name}" for i, (_, name) in enumerate(PLAIN)])
@@ -129,10 +129,10 @@ def test_functions_that_are_called_with_more_than_an_input(held: Any, call: Any,
     assert torch.equal(y, expected)
     assert torch.equal(torch.autograd.grad(y.sum(), model.linear.bias)[0], gradient) == baseline
     assert fitact.convert(model, "fewbit").sites[0].reason == f"already {site.after}"
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(x), expected)
-    fitact.revert(twin)
-    assert torch.equal(twin(x), expected) and not isinstance(twin.act, nn.Module)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), expected)
+    fitact.revert(copied)
+    assert torch.equal(copied(x), expected) and not isinstance(copied.act, nn.Module)
 
 
 def test_wherever_modules_are_held() -> None:
@@ -148,9 +148,9 @@ def test_wherever_modules_are_held() -> None:
     vars(hidden)["unregistered"] = nn.GELU()
     model, x = nn.Sequential(hidden, nn.Sequential(nn.Identity(), nn.Sequential(nn.GELU()))), torch.randn(5, 4)
     baseline, gelu = model(x), ("0.listed.0", "0.named.a", "0.unregistered", "1.1.0")
-    found = sites(fitact.convert(model, "fewbit"))
+    actual = sites(fitact.convert(model, "fewbit"))
     others = {"0.listed.1": "silu_fewbit3", "0.named.b.0": "mish_fewbit3"}
-    assert found == dict.fromkeys(gelu, "gelu_fewbit3") | others
+    assert actual == dict.fromkeys(gelu, "gelu_fewbit3") | others
     assert torch.equal(model(x), baseline)
     assert [type(child).__name__ for child in hidden.listed] == ["GeluFewbit3", "SiluFewbit3"]
 
@@ -176,7 +176,7 @@ def test_one_module_at_several_places() -> None:
     conversion = fitact.convert(model, "fewbit", example_inputs=x)
     assert sites(conversion) == {"1": "gelu_fewbit3", "3": "gelu_fewbit3", "4.act": "silu_fewbit3"}
     assert [site.reason for site in conversion] == ["", "the same module as 1", ""]
-    rows = {one.name: (one.before, one.after) for one in conversion.modules}
+    rows = {module.name: (module.before, module.after) for module in conversion.modules}
     assert rows["1"][0] - rows["1"][1] == 2 * 512 * 16 * 4 - 2 * 512 * 16 * 3 // 8
     assert model[1] is model[3] and type(model[1]).__name__ == "GeluFewbit3"
     assert model[4] is model[5]
@@ -192,7 +192,7 @@ IN_PLACE: list[tuple[nn.Module, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("activation", "name"), IN_PLACE, ids=[type(one).__name__ for one, _ in IN_PLACE])
+@pytest.mark.parametrize(("activation", "name"), IN_PLACE, ids=[type(each).__name__ for each, _ in IN_PLACE])
 def test_in_place(activation: nn.Module, name: str | None) -> None:
     """Those that save a copy of their input are replaced, and still overwrite it; others save their output."""
     holder, start = nn.Sequential(activation), torch.randn(5000, requires_grad=True)
@@ -247,7 +247,7 @@ def test_numbers_that_are_not_real() -> None:
     report = fitact.convert(model, "fewbit", example_inputs=x)
     reasons = {site.name: site.reason for site in report if site.name != "act"}
     assert not report.replaced
-    assert all(one.startswith("its replacement cannot be run: ") for one in reasons.values()), reasons
+    assert all(reason.startswith("its replacement cannot be run: ") for reason in reasons.values()), reasons
     assert report.saved_before and report.saved_after and report.saved_after <= report.saved_before
     assert torch.equal(model(x), expected)
 
@@ -336,8 +336,8 @@ def test_modules_of_ones_own_are_known_by_what_they_compute(activation: nn.Modul
     x, random_state = torch.randn(5, 4), torch.random.get_rng_state()
     conversion = fitact.convert(model, "fewbit")
     assert torch.equal(torch.random.get_rng_state(), random_state)
-    found = {site.name: site.after for site in conversion}
-    assert found.get("1") == name and found["2"] == "gelu_fewbit3"
+    actual = {site.name: site.after for site in conversion}
+    assert actual.get("1") == name and actual["2"] == "gelu_fewbit3"
     if name is not None:
         torch.testing.assert_close(model[1](x), activation(x), rtol=1e-5, atol=2e-6)
         assert conversion.sites[0].before == "Own"
@@ -378,8 +378,8 @@ def test_bits_and_classes_that_are_given() -> None:
     own = of_ones_own(F.gelu, "Mine")
     model = nn.Sequential(nn.GELU(), nn.SiLU(), own)
     given = {nn.SiLU: GeluFewbit3, type(own): GeluFewbit3}  # which come before the method
-    found = [(site.before, site.after) for site in fitact.convert(model, "inverted", replace=given, dry_run=True)]
-    assert found == [("GELU", "gelu_inverted1"), ("SiLU", "gelu_fewbit3"), ("Mine", "gelu_fewbit3")]
+    actual = [(site.before, site.after) for site in fitact.convert(model, "inverted", replace=given, dry_run=True)]
+    assert actual == [("GELU", "gelu_inverted1"), ("SiLU", "gelu_fewbit3"), ("Mine", "gelu_fewbit3")]
     assert sites(fitact.convert(model, replace=given)) == {"0": None, "1": "gelu_fewbit3", "2": "gelu_fewbit3"}
 
 
@@ -510,8 +510,8 @@ def test_converting_twice() -> None:
     assert len(fitact.revert(model)) == 0
 
 
-@pytest.mark.parametrize("way", COPIES)
-def test_copies(way: str) -> None:
+@pytest.mark.parametrize("variant", COPIES)
+def test_copies(variant: str) -> None:
     """Originals are in them once, and no state is added."""
     act = nn.GELU()
     model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act, Holds(F.silu), nn.SiLU(inplace=True))
@@ -520,12 +520,12 @@ def test_copies(way: str) -> None:
     size = len(pickle.dumps(nn.Sequential(*[model] * 50)))
     fitact.convert(model, "fewbit")
     assert len(pickle.dumps(nn.Sequential(*[model] * 50))) < size + 6000
-    twin = COPIES[way](model)
-    assert twin[1] is twin[3] is not model[1]
-    twin.load_state_dict(state)
-    assert torch.equal(twin(x), baseline) and [*twin.state_dict()] == [*state]
-    fitact.revert(twin)
-    assert repr(twin) == text and twin[4].act is F.silu and twin[1] is twin[3]
+    copied = COPIES[variant](model)
+    assert copied[1] is copied[3] is not model[1]
+    copied.load_state_dict(state)
+    assert torch.equal(copied(x), baseline) and [*copied.state_dict()] == [*state]
+    fitact.revert(copied)
+    assert repr(copied) == text and copied[4].act is F.silu and copied[1] is copied[3]
     assert type(model[1]).__name__ == "GeluFewbit3"
 
 
@@ -565,8 +565,8 @@ def test_models_without_memory(of: str, given: dict[str, Any]) -> None:
     with torch.device("meta") if of == "parameters on meta" else FakeTensorMode():
         model, x = mlp(nn.GELU()), torch.empty(1000, 16)
     real = fitact.convert(mlp(nn.GELU()), **given, example_inputs=torch.randn(1000, 16))
-    found = fitact.convert(model, **given, example_inputs=x)
-    assert (found.sites, found.saved_after, found.modules) == (real.sites, real.saved_after, real.modules)
+    actual = fitact.convert(model, **given, example_inputs=x)
+    assert (actual.sites, actual.saved_after, actual.modules) == (real.sites, real.saved_after, real.modules)
 
 
 ROWS = 96
@@ -704,9 +704,9 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
     with torch.autocast("cpu", dtype=HALF, enabled=autocast):
         baseline = saved_bytes_of(model, lambda: model(x))
         for method, bits in ways:
-            twin = copy.deepcopy(model)
-            report = fitact.convert(twin, method, bits, example_inputs=x)
-            saved = saved_bytes_of(twin, lambda twin=twin: twin(x))
+            copied = copy.deepcopy(model)
+            report = fitact.convert(copied, method, bits, example_inputs=x)
+            saved = saved_bytes_of(copied, lambda copied=copied: copied(x))
             assert (report.saved_before, report.saved_after) == (baseline, saved) and saved <= baseline
 
 
@@ -812,11 +812,11 @@ def test_the_error_of_the_gradient() -> None:
         torch.random.set_rng_state(random_state)
         gradients = torch.autograd.grad(model(x)["loss"], [*model.layers.parameters()])
         vectors.append(torch.cat([each.double().flatten() for each in gradients]))
-    baseline, found = vectors
+    baseline, actual = vectors
     gradient = conversion.gradient
     assert gradient.note == ""
-    assert gradient.error == pytest.approx(float((found - baseline).norm() / baseline.norm()), rel=1e-6)
-    assert gradient.cosine == pytest.approx(float(found @ baseline / found.norm() / baseline.norm()), rel=1e-9)
+    assert gradient.error == pytest.approx(float((actual - baseline).norm() / baseline.norm()), rel=1e-6)
+    assert gradient.cosine == pytest.approx(float(actual @ baseline / actual.norm() / baseline.norm()), rel=1e-9)
     assert 1e-3 < gradient.error < 0.2
     assert f"the gradient is off by {100 * gradient.error:.3g} % of its" in str(conversion)
     assert fitact.convert(two_layers(), "fewbit", example_inputs=x).gradient is None

@@ -38,9 +38,9 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     conversion = fitact.convert(model, method)
     assert all(site.after or site.reason for site in conversion)
     for before, (activation, count) in SITES.get(name, {}).items():
-        found = [site for site in conversion if site.before == before]
+        actual = [site for site in conversion if site.before == before]
         suffix = "fewbit3" if method == "fewbit" else "inverted1"
-        assert [site.after for site in found] == [f"{activation}_{suffix}"] * count
+        assert [site.after for site in actual] == [f"{activation}_{suffix}"] * count
     with torch.no_grad():
         converted = logits(model, inputs)
     if name in ("gpt2", "mobilenetv3_small_050"):  # theirs are made of several operations
@@ -61,7 +61,7 @@ def losses(model: nn.Module, name: str, seed: int) -> list[float]:
     torch.manual_seed(seed)
     convolutions = name.startswith("mobile")  # with batch norms, which take a larger batch and smaller steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4 if convolutions else 2e-3)
-    found = []
+    results = []
     for step in range(20):
         inputs = batch_of(name, 100 * seed + step, size=16 if convolutions else 4)
         output = model(**inputs)
@@ -72,8 +72,8 @@ def losses(model: nn.Module, name: str, seed: int) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+        results.append(float(loss.detach()))
+    return results
 
 
 SEEDS = range(3)
@@ -88,15 +88,15 @@ def _baseline_losses(name: str) -> list[list[float]]:
 TRAINED = [*zip(MODELS, itertools.cycle(("rounding", "fewbit", "coarse")))]
 
 
-@pytest.mark.parametrize(("name", "way"), full(TRAINED, lambda row: row[0] in ("gpt2", "llama")))
-def test_training_goes_as_before(name: str, way: str) -> None:
+@pytest.mark.parametrize(("name", "variant"), full(TRAINED, lambda row: row[0] in ("gpt2", "llama")))
+def test_training_goes_as_before(name: str, variant: str) -> None:
     """After 20 steps the loss is off by less than it is between runs of the original on other batches."""
     baseline = _baseline_losses(name)
     ends = [sum(run[-5:]) / 5 for run in baseline]
     assert all(run[-1] < run[0] for run in baseline)
     noise = max(abs(a - b) for a, b in itertools.combinations(ends, 2))
     model = model_of(name)
-    given: dict[str, Any] = {"method": way} if way == "fewbit" else {"error": way}
+    given: dict[str, Any] = {"method": variant} if variant == "fewbit" else {"error": variant}
     fitact.convert(model, **given, example_inputs=batch_of(name))
     converted = [sum(losses(copy.deepcopy(model), name, seed)[-5:]) / 5 for seed in SEEDS]
     difference = abs(sum(converted) - sum(ends)) / len(ends)
@@ -181,10 +181,10 @@ def test_names_in_transformers() -> None:
         sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 1}
         config = partial(transformers.AutoConfig.for_model, "bert", **sizes, vocab_size=9)
         model = transformers.AutoModel.from_config(config(hidden_act="gelu_fewbit3"))
-        twin = transformers.AutoModel.from_config(config(hidden_act="gelu"))
-        twin.load_state_dict(model.state_dict())
+        copied = transformers.AutoModel.from_config(config(hidden_act="gelu"))
+        copied.load_state_dict(model.state_dict())
         ids = torch.arange(8)[None]
-        assert torch.equal(model.eval()(ids).pooler_output, twin.eval()(ids).pooler_output)
+        assert torch.equal(model.eval()(ids).pooler_output, copied.eval()(ids).pooler_output)
         assert {**known} == {name: known[name] for name in known if name not in names}
     finally:
         for name in set(transformers.activations.ACT2FN) - set(known):

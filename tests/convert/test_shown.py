@@ -37,11 +37,11 @@ def reports() -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["convert", "memory", "plan", "short"])
 def test_shown(name: str, reports: dict[str, Any], tmp_path: Path) -> None:
     report = reports[name]
-    found = report.to_dict()
-    assert json.loads(json.dumps(found)) == found
+    actual = report.to_dict()
+    assert json.loads(json.dumps(actual)) == actual
     if hasattr(report, "to_json"):
         stored = json.loads(report.to_json())
-        assert stored == {"schema": stored["schema"]} | found
+        assert stored == {"schema": stored["schema"]} | actual
     html = report._repr_html_()
     whole: Any = re.fullmatch(r"(<table .*</table>)\n<details>.*<pre [^>]*>(.*)</pre></details>", html, re.DOTALL)
     table, text = whole.groups()
@@ -50,7 +50,7 @@ def test_shown(name: str, reports: dict[str, Any], tmp_path: Path) -> None:
     bars: Bars = report.bars()
     rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
     assert [row[0] for row in rows] == [label for label, _ in bars.rows]
-    styles = [one.get("style", "") for one in root.iter("div")]
+    styles = [each.get("style", "") for each in root.iter("div")]
     widths = [float(width) for style in styles for width in re.findall(r"width:([\d.]+)%", style)]
     values = [value for _, each in bars.rows for value in each]
     assert widths == pytest.approx([100 * value / max(values) for value in values], abs=0.051)

@@ -126,9 +126,9 @@ def test_the_same_steps(mark: str) -> None:
     baseline = Marked(MARKS[mark])
     fitact.convert(model, example_inputs=X)
     for _ in range(2):
-        for one in (baseline, model):
+        for each in (baseline, model):
             torch.manual_seed(1)
-            one(X.clone()).square().sum().backward()
+            each(X.clone()).square().sum().backward()
         for (name, a), b in zip(baseline.named_parameters(), model.parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None), name
             assert a.grad is None or torch.equal(a.grad, b.grad), name

@@ -65,15 +65,19 @@ def test_same(name: str) -> None:
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     before, state, python = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
-    found = fitact.verify(net, X)
-    assert found.same and str(found).endswith("are the baseline's, bit for bit"), found
-    assert found.compared[1] == 14
-    assert (found.compared[0] > 0) == (not name.startswith("compiled"))
+    actual = fitact.verify(net, X)
+    assert actual.same and str(actual).endswith("are the baseline's, bit for bit"), actual
+    assert actual.compared[1] == 14
+    assert (actual.compared[0] > 0) == (not name.startswith("compiled"))
     assert torch.equal(state, torch.get_rng_state()) and python == random.getstate()
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key])
-    assert all(torch.equal(one.grad, torch.ones_like(one)) for one in net.parameters() if one.grad is not None)
-    assert all(one.grad is not None for one in net.parameters())
+    assert all(
+        torch.equal(parameter.grad, torch.ones_like(parameter))
+        for parameter in net.parameters()
+        if parameter.grad is not None
+    )
+    assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("error", ["rounding", "coarse"])
@@ -81,13 +85,13 @@ def test_error_is_stated(error: str) -> None:
     """The loss and outputs are the baseline's, the gradient is off by what `convert` measures."""
     net = model()
     measured = fitact.convert(net, error=error, example_inputs=X, gradients=True).gradient
-    found = fitact.verify(net, X)
+    actual = fitact.verify(net, X)
     assert measured is not None and measured.error is not None
-    assert found.loss[0] == found.loss[1] and not found.outputs and found.random and not found.same
-    assert found.passed and min(found.gradients.values()) > 0
-    assert min(found.gradients.values()) <= measured.error <= max(found.gradients.values())
-    worst = max(found.gradients, key=lambda name: found.gradients[name])
-    assert f"most that of {worst}, by {100 * found.gradients[worst]:.3g} %" in str(found)
+    assert actual.loss[0] == actual.loss[1] and not actual.outputs and actual.random and not actual.same
+    assert actual.passed and min(actual.gradients.values()) > 0
+    assert min(actual.gradients.values()) <= measured.error <= max(actual.gradients.values())
+    worst = max(actual.gradients, key=lambda name: actual.gradients[name])
+    assert f"most that of {worst}, by {100 * actual.gradients[worst]:.3g} %" in str(actual)
 
 
 def verified(path: str, function: Callable[[Tensor], Any], net: nn.Module | None = None) -> Any:
@@ -132,8 +136,8 @@ def test_transformers() -> None:
     net.eval()
     assert fitact.verify(net, batch).same and net.is_activation_checkpointing and not net.training
     fitact.convert(net, "fewbit", bits=2)
-    found = fitact.verify(net, batch)
-    assert not found.outputs and "mlp" in next(iter(found.passed)) and "act" in found.readers[0]
+    actual = fitact.verify(net, batch)
+    assert not actual.outputs and "mlp" in next(iter(actual.passed)) and "act" in actual.readers[0]
 
 
 def test_refusals() -> None:

@@ -58,8 +58,8 @@ def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[di
 def test_same_training(named: bool, tmp_path: Path) -> None:
     callback = FitactCallback(error="exact")
     expected, _, _ = run(tmp_path, named=named)
-    found, recorded, module = run(tmp_path, callback, named=named)
-    assert len(expected[0]) == 8 and not differences(expected, found)
+    actual, recorded, module = run(tmp_path, callback, named=named)
+    assert len(expected[0]) == 8 and not differences(expected, actual)
     (first,) = [metrics for metrics in recorded if "fitact/saved" in metrics]
     assert 0 < first["fitact/saved"] < 0.7 * first["fitact/saved_before"]
     assert first["fitact/gradient_error"] == 0 and first["fitact/peak"] <= first["fitact/peak_before"]

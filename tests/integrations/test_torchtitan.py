@@ -36,8 +36,8 @@ def test_policy() -> None:
     models = [small(), small()]
     models[1].load_state_dict(models[0].state_dict())
     FitactAC.Config(error="exact").build(dump_folder="").apply(models[1])
-    (expected, before), (found, after) = map(trained, models)
-    assert not differences(expected, found)
+    (expected, before), (actual, after) = map(trained, models)
+    assert not differences(expected, actual)
     assert after < 0.75 * before
 
 

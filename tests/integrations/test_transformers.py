@@ -30,7 +30,7 @@ def trained(model: Any, folder: Path, *callbacks: Any, steps: int = 3, **given: 
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=TEXTS, callbacks=[*callbacks])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     return (losses, weights), trainer
 
 
@@ -41,8 +41,8 @@ def test_same_training(autocast: bool, tmp_path: Path) -> None:
     logger.on_log = lambda *_, **given: logs.append(dict(given["logs"]))  # as wandb's callback gets them
     given = {"bf16": autocast, "gradient_accumulation_steps": 2}
     expected, _ = trained(baseline, tmp_path, **given)
-    found, trainer = trained(model, tmp_path, logger, callback, **given)
-    assert len(expected[0]) == 3 and not differences(expected, found)
+    actual, trainer = trained(model, tmp_path, logger, callback, **given)
+    assert len(expected[0]) == 3 and not differences(expected, actual)
     first = logs[0]
     assert 0 < first["fitact/saved"] < 0.6 * first["fitact/saved_before"]
     assert 0 < first["fitact/peak"] < first["fitact/peak_before"]
@@ -72,8 +72,8 @@ def test_plan(tmp_path: Path) -> None:
     assert plan.fits and {group.policy for group in plan.groups} != {"baseline"}
     plan.save(tmp_path / "plan.json")
     expected, _ = trained(made("llama"), tmp_path)
-    found, trainer = trained(model, tmp_path, FitactCallback(plan=tmp_path / "plan.json"))
-    assert not differences(expected, found)
+    actual, trainer = trained(model, tmp_path, FitactCallback(plan=tmp_path / "plan.json"))
+    assert not differences(expected, actual)
     assert trainer.state.log_history[0]["fitact/peak"] == plan.peak < plan.baseline_peak
 
 
@@ -116,8 +116,8 @@ def test_axolotl(tmp_path: Path) -> None:
     assert "fitact.integrations.axolotl.FitactArgs" in manager.get_input_args()
     (callback,) = manager.add_callbacks_post_trainer(given, None)
     expected, _ = trained(made("llama"), tmp_path)
-    found, trainer = trained(made("llama"), tmp_path, callback)
-    assert not differences(expected, found)
+    actual, trainer = trained(made("llama"), tmp_path, callback)
+    assert not differences(expected, actual)
     assert trainer.state.log_history[0]["fitact/saved"] < trainer.state.log_history[0]["fitact/saved_before"]
 
 

@@ -136,9 +136,9 @@ def row(model: nn.Module) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", full((*ADAPTERS, *LAYERS_OF), QUICK))
 def test_table(name: str) -> None:
-    found = row(adapted(name) if name in ADAPTERS else LAYERS_OF[name]())
-    assert float(found[1]) < 100
-    assert not PINNED or found == ROWS[name]
+    actual = row(adapted(name) if name in ADAPTERS else LAYERS_OF[name]())
+    assert float(actual[1]) < 100
+    assert not PINNED or actual == ROWS[name]
 
 
 def test_every_row_is_tested() -> None:
@@ -147,8 +147,8 @@ def test_every_row_is_tested() -> None:
 
 def test_liger() -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    found = python("import tests.support.liger", folder=ROOT, warnings="ignore", TRITON_INTERPRET="1")
-    assert tuple(found.split()) == ROWS["Liger, in float32"]
+    actual = python("import tests.support.liger", folder=ROOT, warnings="ignore", TRITON_INTERPRET="1")
+    assert tuple(actual.split()) == ROWS["Liger, in float32"]
 
 
 @pytest.mark.parametrize(("kind", "dropout", "before", "share"), QLORA_ROWS)

@@ -103,16 +103,16 @@ def measured(each: Output, x: np.ndarray, dtype: torch.dtype) -> float:
 
 @each_output()
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_stated_error_of_half_precision(one: Output, dtype: torch.dtype) -> None:
+def test_stated_error_of_half_precision(case: Output, dtype: torch.dtype) -> None:
     """Over every finite value, up to the roundings of float32 in the formula, which are stated with it."""
     x = patterns(dtype).double().numpy()
-    assert one.error(dtype) == pytest.approx(measured(one, x, dtype), rel=6e-4, abs=1e-9)
+    assert case.error(dtype) == pytest.approx(measured(case, x, dtype), rel=6e-4, abs=1e-9)
 
 
 @each_output()
-def test_stated_error_of_float32(one: Output) -> None:
+def test_stated_error_of_float32(case: Output) -> None:
     """Of another sample, up to a tenth, as both are maxima of many roundings, and two roundings in the formula."""
     chance = np.random.default_rng(1)
     x = np.concatenate([chance.uniform(-20, 20, 300_000), chance.uniform(-1, 1, 100_000)]).astype(np.float32)
-    actual = measured(one, x, torch.float32)
-    assert 0.9 * actual <= one.error(torch.float32) <= 1.1 * actual + 2 * 2.0**-24
+    actual = measured(case, x, torch.float32)
+    assert 0.9 * actual <= case.error(torch.float32) <= 1.1 * actual + 2 * 2.0**-24

@@ -216,7 +216,7 @@ def test_compile(kind: str, backend: str) -> None:
 def test_opcheck(kind: str) -> None:
     for dtype, out in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float64,) * 2):
         x = torch.randn(6, 4, 9, dtype=dtype, requires_grad=True)
-        z, scale = (one.detach() for one in forward_op(x, out, KEYS[kind], inner=36, eps=EPS, check=True))
+        z, scale = (each.detach() for each in forward_op(x, out, KEYS[kind], inner=36, eps=EPS, check=True))
         backward_op(torch.randn_like(z), z, scale, dtype, KEYS[kind], inner=36, check=True)
 
 
@@ -294,14 +294,14 @@ def test_the_same_function_from_fewer_bytes(kind: str, bias: bool) -> None:
     model.norm = merge_norm(model.norm, list(model.layers))
     assert type(model.norm) is (MSLayerNorm if kind == "LayerNorm" else MSRMSNorm)
     x = torch.randn(6, SIZE, requires_grad=True)
-    found = []
-    for one in (baseline, model):
-        with count_saved(one) as saved:
-            y = one(x)
+    results = []
+    for each in (baseline, model):
+        with count_saved(each) as saved:
+            y = each(x)
         (gradient,) = torch.autograd.grad(F.softplus(y).sum(), x)
-        found.append((y.detach(), gradient, saved.bytes))
-    torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-4, atol=1e-5)
-    assert found[1][2] == x.nbytes + 6 * 4 and found[0][2] >= 2 * x.nbytes  # both layers save one tensor
+        results.append((y.detach(), gradient, saved.bytes))
+    torch.testing.assert_close(results[1][:2], results[0][:2], rtol=1e-4, atol=1e-5)
+    assert results[1][2] == x.nbytes + 6 * 4 and results[0][2] >= 2 * x.nbytes  # both layers save one tensor
 
 
 def test_half_precision() -> None:

@@ -104,28 +104,28 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
     plan = halfway(planner, error, share)
     assert any(group.policy != "baseline" for group in plan.groups)
     assert from_json(plan.to_json()) == plan
-    twin = copy.deepcopy(model)
-    plan.apply(twin)
-    owned, given = [*twin.parameters(), *twin.buffers()], [*inputs.args, *inputs.kwargs.values()]
+    copied = copy.deepcopy(model)
+    plan.apply(copied)
+    owned, given = [*copied.parameters(), *copied.buffers()], [*inputs.args, *inputs.kwargs.values()]
     with Meter(owned, CPU) as meter:
-        step(twin, inputs)
-    twin.zero_grad(set_to_none=True)
+        step(copied, inputs)
+    copied.zero_grad(set_to_none=True)
     assert meter.peak + sum(each.nbytes for each in owned) == pytest.approx(plan.peak, rel=1e-3)
     if not any("bit" in group.policy for group in plan.groups):  # PyTorch's tracker sees what a kernel unpacks
-        tracked = peak_memory(lambda: step(twin, inputs), twin)["total"]
+        tracked = peak_memory(lambda: step(copied, inputs), copied)["total"]
         counted = (tracked, tracked - sum(each.nbytes for each in given))  # it counts them if they are detached
         assert plan.peak in [pytest.approx(each, rel=1e-3) for each in counted]
-    if not any(CHECKPOINT in vars(module) for module in twin.modules()):
-        with count_saved(twin) as saved:
-            output = twin(*inputs.args, **inputs.kwargs)
+    if not any(CHECKPOINT in vars(module) for module in copied.modules()):
+        with count_saved(copied) as saved:
+            output = copied(*inputs.args, **inputs.kwargs)
         del output
         others = saved.storages.keys() - {storage_id(each) for each in given}
         assert sum(saved.storages[key].nbytes() for key in others) == pytest.approx(plan.saved, rel=0.01)
-    twin.zero_grad(set_to_none=True)
+    copied.zero_grad(set_to_none=True)
     if error == "exact":
-        assert not differences(results(twin, inputs), results(model, inputs))
-    fitact.revert(twin)
-    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+        assert not differences(results(copied, inputs), results(model, inputs))
+    fitact.revert(copied)
+    assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
     return plan
 
 
@@ -227,9 +227,9 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
     (model, x), (other, _), (compiled, _) = stack(), stack(), stack()
     plan.apply(model)
     again.apply(other)
-    for twin in (other, pickle.loads(pickle.dumps(model))):
-        assert [type(m).__name__ for m in twin.modules()] == [type(m).__name__ for m in model.modules()]
-        assert torch.equal(twin(x), model(x))
+    for copied in (other, pickle.loads(pickle.dumps(model))):
+        assert [type(m).__name__ for m in copied.modules()] == [type(m).__name__ for m in model.modules()]
+        assert torch.equal(copied(x), model(x))
     compiled.compile()
     for wrong, message in (
         (model, r"call fitact\.revert"),

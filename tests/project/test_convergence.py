@@ -119,18 +119,18 @@ def test_steps(kind: str, task: str, store: Path) -> None:
 
     exact = steps("exact")
     for method in methods_of(kind):
-        one = steps(method)
-        assert (one.task, one.method, one.seed, one.diverged, len(one.curve)) == (task, method, 0, None, 3)
-        assert one.loss is not None and one.accuracy is not None and None not in one.curve
-        assert 0 < one.loss < 10 and 0 <= one.accuracy <= 1 and one.saved_bytes > 0
-        assert one.curve[0] == pytest.approx(exact.curve[0], rel=2e-5)
+        each = steps(method)
+        assert (each.task, each.method, each.seed, each.diverged, len(each.curve)) == (task, method, 0, None, 3)
+        assert each.loss is not None and each.accuracy is not None and None not in each.curve
+        assert 0 < each.loss < 10 and 0 <= each.accuracy <= 1 and each.saved_bytes > 0
+        assert each.curve[0] == pytest.approx(exact.curve[0], rel=2e-5)
         if method == "exact" or (task == "digits" and method in ("fewbit3", "stochastic2", "norms")):
-            assert steps(method, folder="3 again") == one
+            assert steps(method, folder="3 again") == each
             other = steps(method, seed=1)
-            assert one.curve != other.curve and one.loss != other.loss
+            assert each.curve != other.curve and each.loss != other.loss
         elif kind != "small":
-            assert one.saved_bytes < exact.saved_bytes
-            assert ((one.curve, one.loss) == (exact.curve, exact.loss)) == (kind == "learned")
+            assert each.saved_bytes < exact.saved_bytes
+            assert ((each.curve, each.loss) == (exact.curve, exact.loss)) == (kind == "learned")
 
 
 # What is written
@@ -154,15 +154,15 @@ LOSSES: dict[str, list[float | None]] = {
 
 
 def test_comparisons() -> None:
-    found = {(one.family, one.method): one for one in summary.compare(_runs(LOSSES))}
-    assert set(found) == {("exact", name) for name in LOSSES if name != "exact"} | {("same bits", "fewbit1")}
-    few = found["exact", "fewbit1"]
+    actual = {(each.family, each.method): each for each in summary.compare(_runs(LOSSES))}
+    assert set(actual) == {("exact", name) for name in LOSSES if name != "exact"} | {("same bits", "fewbit1")}
+    few = actual["exact", "fewbit1"]
     expected = stats.ttest_rel(LOSSES["fewbit1"], LOSSES["exact"])
     assert few.p == pytest.approx(expected.pvalue)
     assert few.adjusted == pytest.approx(3 * expected.pvalue)  # of three that did not diverge
     assert few.distinguishable and few.difference == pytest.approx(0.096)
-    assert found["exact", "fewbit3"].distinguishable is False
-    diverged = found["exact", "stochastic1"]
+    assert actual["exact", "fewbit3"].distinguishable is False
+    diverged = actual["exact", "stochastic1"]
     assert (diverged.diverged, diverged.difference, diverged.adjusted) == (1, None, None)
 
 
@@ -185,7 +185,7 @@ def test_sentences() -> None:
 def test_the_documents_learned_trainings() -> None:
     """The committed runs of converted models have the losses of exact training, bit for bit."""
     results = json.loads((RESULTS / "convergence_learned.json").read_text())
-    runs = {(one["task"], one["method"], one["seed"]): one for one in results["runs"]}
+    runs = {(part["task"], part["method"], part["seed"]): part for part in results["runs"]}
     assert len(runs) == 2 * 5 * len(LEARNED_PARTS)
     for task in LEARNED_PARTS:
         for seed in range(5):

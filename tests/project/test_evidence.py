@@ -37,17 +37,17 @@ def test_runs_go_on(tmp_path: Path) -> None:
     interrupted.close()
     rest = list(evidence.work(path, SETTING, 1, lambda: model, GENES))
     runs = run.read(path, evidence.circumstances(SETTING, GENES))
-    jobs = [(one.task, one.method, one.seed) for one in [*first, *rest]]
+    jobs = [(each.task, each.method, each.seed) for each in [*first, *rest]]
     assert jobs == evidence.jobs_of(1) == [(regime, method, 0) for regime in REGIMES for method in METHODS]
     assert sorted(map(repr, runs)) == sorted(map(repr, [*first, *rest]))
     again = evidence.train(model, GENES, ("full", "fewbit3", 0), SETTING)
-    (there,) = (one for one in runs if (one.task, one.method) == ("full", "fewbit3"))
+    (there,) = (run for run in runs if (run.task, run.method) == ("full", "fewbit3"))
     assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(there, seconds=0.0)
 
-    losses = {(one.task, one.method): one.curve for one in runs}
+    losses = {(run.task, run.method): run.curve for run in runs}
     assert losses["lora", "baseline"][0] == losses["full", "baseline"][0]  # adapters begin with nothing
     assert losses["full", "baseline"] == losses["full", "exact"] != losses["full", "fewbit3"]
-    saved = {method: next(one.saved_bytes for one in runs if one.method == method) for method in METHODS}
+    saved = {method: next(run.saved_bytes for run in runs if run.method == method) for method in METHODS}
     assert saved["exact"] < saved["baseline"]
     record = json.loads(path.read_text(encoding="utf-8"))
     off = {(row["method"], row["layer"]): row["output"] for row in record["gradients"]}
@@ -62,8 +62,8 @@ def test_runs_go_on(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks/results/evidence.json").read_text(encoding="utf-8"))
-    return found
+    actual: dict[str, Any] = json.loads((ROOT / "benchmarks/results/evidence.json").read_text(encoding="utf-8"))
+    return actual
 
 
 def test_the_page_says_what_the_record_says(record: dict[str, Any]) -> None:
@@ -115,13 +115,13 @@ def test_what_the_page_tells(record: dict[str, Any]) -> None:
         ("fewbit3", 0, 12, 20),
         ("inverted1", 2, 0.01, 0.02),
     ):
-        assert [round(100 * one(errors[method]), digits) for one in (min, max)] == ends
+        assert [round(100 * each(errors[method]), digits) for each in (min, max)] == ends
     deviations = [row["deviation"] for row in record["pre_activations"]]
     assert [round(x, 1) for x in (min(deviations), max(deviations))] == [1.1, 1.4]
-    gains = [record["before"]["loss"] - one["loss"] for one in record["runs"] if one["method"] == "baseline"]
+    gains = [record["before"]["loss"] - each["loss"] for each in record["runs"] if each["method"] == "baseline"]
     assert [round(x, 1) for x in (min(gains), max(gains))] == [0.7, 0.7]
-    first = [one for one in record["runs"] if one["seed"] == 0]
-    saved = {(one["task"], one["method"]): one["saved_bytes"] for one in first}
+    first = [each for each in record["runs"] if each["seed"] == 0]
+    saved = {(each["task"], each["method"]): each["saved_bytes"] for each in first}
     for regime in REGIMES:
         for method, share in (("exact", 5 / 8), ("rounding", 1 / 3), ("bits8", 1 / 6), ("coarse", 1 / 8)):
             assert abs(saved[regime, method] / saved[regime, "baseline"] - share) < 0.025

@@ -41,13 +41,13 @@ def rehearsed(part: str, folder: Path, *only: str) -> Rows:
 
 def check_tables(part: str, folder: Path) -> None:
     """The page has a line for each row, and says that this was a rehearsal."""
-    found = tables.results(folder)
+    actual = tables.results(folder)
     page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
-    text = tables.filled(page, found)
+    text = tables.filled(page, actual)
     assert text.count("a rehearsal with tiny sizes") == 1
     assert text.count(tables.NOTHING) == len(PARTS) - 1
     lines = [line for line in text.splitlines() if line.startswith(("| ", "- ")) and "---" not in line]
-    names = [row.get("variant", row.get("plan")) for row in found[part]["rows"] if "test" not in row]
+    names = [row.get("variant", row.get("plan")) for row in actual[part]["rows"] if "test" not in row]
     assert all(any(str(name) in line for line in lines) for name in names if name)
     assert tables.filled(text, {}) == tables.filled(page, {})
 
@@ -71,7 +71,9 @@ def test_correctness(tmp_path: Path) -> None:
 
 def test_steps(tmp_path: Path) -> None:
     rows = {row["variant"]: row for row in rehearsed("steps", tmp_path, "LLaMA")}
-    assert rows.keys() == {name for name, one in VARIANTS.items() if not one.compiled and one.kind is None}
+    assert rows.keys() == {
+        name for name, variant in VARIANTS.items() if not variant.compiled and variant.kind is None
+    }
     saved = {name: row["saved_mib"] for name, row in rows.items()}
     assert saved["checkpointing"] < saved["exact"] < saved["baseline"] == saved["baseline, again"]
     assert all(row["ms"] > 0 for row in rows.values())
@@ -147,8 +149,8 @@ def test_tables_of_a_gpu() -> None:
         {"model": "ViT-L", "variant": "exact", "skipped": "no time left"},
     ]
     head = {"device": {"name": "H100"}, "versions": {"torch": "2.11.0", "timm": None}, "date": "today"}
-    found = {"steps": {**head, "tiny": False, "commit": None, "rows": rows}}
-    text = tables.filled("<!-- gpu: steps -->\nold\n<!-- end -->\n<!-- gpu: summary --><!-- end -->", found)
+    actual = {"steps": {**head, "tiny": False, "commit": None, "rows": rows}}
+    text = tables.filled("<!-- gpu: steps -->\nold\n<!-- end -->\n<!-- gpu: summary --><!-- end -->", actual)
     steps, summary = text.split("<!-- gpu: summary -->")
     assert "H100, today, commit unknown, torch 2.11.0." in steps and "H100, PyTorch 2.11.0, today" in summary
     assert "old" not in text

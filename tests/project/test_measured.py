@@ -30,16 +30,16 @@ def errors(name: str) -> list[dict[str, float]]:
 
 
 def ratios(name: str, of: str) -> tuple[int, int]:
-    found = [error[of] / error["8 bits"] for error in errors(name)]
-    return round(min(found)), round(max(found))
+    actual = [error[of] / error["8 bits"] for error in errors(name)]
+    return round(min(actual)), round(max(actual))
 
 
 def test_what_is_said_of_block_codes() -> None:
-    for way, said in {"encode": "coding takes 4.4 to 5.9 ns", "decode": "decoding 2.6 to 4.0,"}.items():
-        found = [row["nanoseconds"][way] for row in RECORDS["blocks"]["times"]]
-        assert f"{min(found):.1f} to {max(found):.1f}" in said and said in PAGES["storage"]
-    times = [[row[way] for row in RECORDS["blocks"]["times"]] for way in ("encode", "decode")]
-    said = " times and ".join(f"{min(one):.0f} to {max(one):.0f}" for one in times)
+    for variant, said in {"encode": "coding takes 4.4 to 5.9 ns", "decode": "decoding 2.6 to 4.0,"}.items():
+        actual = [row["nanoseconds"][variant] for row in RECORDS["blocks"]["times"]]
+        assert f"{min(actual):.1f} to {max(actual):.1f}" in said and said in PAGES["storage"]
+    times = [[row[variant] for row in RECORDS["blocks"]["times"]] for variant in ("encode", "decode")]
+    said = " times and ".join(f"{min(time):.0f} to {max(time):.0f}" for time in times)
     assert f"{said} times as long as PyTorch's GELU" in PAGES["storage"].replace("\n", " ")
     for dtype, limit in (("float32", 0.01), ("bfloat16", 0.013)):
         assert max(row["error"]["rounding"] for row in RECORDS["blocks"]["rows"] if row["dtype"] == dtype) < limit
@@ -76,7 +76,7 @@ def test_errors_again(name: str, again: Callable[[], list[dict[str, Any]]], fact
     """A model that was trained for less time; errors are of the same order."""
     for row in again():
         same = ({*row} & {"model", "inputs", "dtype", "blocks"}) - {"error"}
-        (stated,) = (one for one in RECORDS[name]["rows"] if all(one[key] == row[key] for key in same))
+        (stated,) = (record for record in RECORDS[name]["rows"] if all(record[key] == row[key] for key in same))
         for policy, error in row["error"].items():
             assert stated["error"][policy] / factor < error < factor * stated["error"][policy], (row, policy)
 
@@ -94,9 +94,14 @@ def test_nothing_that_computes_no_product_again_saves_less() -> None:
         saved = row["saved"]
         assert not row["again"]  # so says the text of the compiler's products
         assert saved["coarse"] < saved["rounding"] < saved["exact"]
-        recomputed = {way for way in saved if way.endswith(", attention recomputed")}
-        assert {way for way in saved if saved[way] < saved["exact"]} - recomputed == {"rounding", "coarse"}
-        gained = {way: saved[way] - saved[f"{way}, attention recomputed"] for way in ("exact", "coarse")}
+        recomputed = {variant for variant in saved if variant.endswith(", attention recomputed")}
+        assert {variant for variant in saved if saved[variant] < saved["exact"]} - recomputed == {
+            "rounding",
+            "coarse",
+        }
+        gained = {
+            variant: saved[variant] - saved[f"{variant}, attention recomputed"] for variant in ("exact", "coarse")
+        }
         of_t5 = (row["layer"], row["training"]) == ("T5, gated", "everything")
         expected = {"exact": 9.0, "coarse": 8.25} if of_t5 else {"exact": 1.0, "coarse": 0.55}
         assert gained == pytest.approx(expected, abs=0.05)
@@ -109,7 +114,7 @@ def test_the_meter_counts_what_a_gpu_measured() -> None:
     measured = {row["variant"]: row for row in steps if row["model"] == "LLaMA-7B"}
     stated = re.search(r"save ([\d,]+) and ([\d,]+) MiB and their peaks are ([\d,]+) and ([\d,]+)", PAGES["gpu"])
     assert stated is not None
-    numbers = [int(one.replace(",", "")) for one in stated.groups()]
+    numbers = [int(group.replace(",", "")) for group in stated.groups()]
     expected = dict(zip(("rounding", "coarse"), zip(numbers[:2], numbers[2:], strict=True), strict=True))
     expected |= {name: (measured[name]["saved_mib"], measured[name]["peak_mib"]) for name in ("baseline", "exact")}
     subject = prepare(hugging_face("llama", {"num_hidden_layers": 2}), batch=8, seq=2048, dtype=torch.bfloat16)
@@ -126,9 +131,9 @@ def test_bytes_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "SEQ", 64)
     (row,) = (row["saved"] for row in ROWS if (row["layer"], row["training"]) == (name, "everything"))
     numbers = layers.tokens(name) * layers.LAYERS[name][2]["hidden_size"] * 2
-    for way in ("baseline", "exact", "rounding", "coarse", "coarse, attention recomputed"):
-        one, two = (layers.bytes_saved(name, "everything", n, layers.WAYS[way]) for n in (1, 2))
-        assert (two - one) / numbers == pytest.approx(row[way], rel=0.01)
+    for variant in ("baseline", "exact", "rounding", "coarse", "coarse, attention recomputed"):
+        each, two = (layers.bytes_saved(name, "everything", n, layers.WAYS[variant]) for n in (1, 2))
+        assert (two - each) / numbers == pytest.approx(row[variant], rel=0.01)
 
 
 def test_counts_of_others() -> None:

@@ -47,9 +47,9 @@ def texts(cell: Any) -> Iterator[tuple[str, str]]:
             yield from () if pictures else sorted(output.data.items())
 
 
-def differences(one: Any, other: Any) -> list[str]:
+def differences(each: Any, other: Any) -> list[str]:
     """Return which cells of two notebooks print something else, as far as it does not depend on the machine."""
-    pairs = zip(code(one), code(other), strict=True)
+    pairs = zip(code(each), code(other), strict=True)
     return [
         f"cell {i}: {list(texts(a))} became {list(texts(b))}"
         for i, (a, b) in enumerate(pairs)

@@ -45,9 +45,9 @@ def result(name: str) -> Any:
 
 def numbers(pattern: str) -> tuple[str, ...]:
     """Return the numbers that the pages state, as texts, in the groups of a pattern."""
-    found = re.search(pattern, FLAT)
-    assert found is not None, pattern
-    return found.groups()
+    actual = re.search(pattern, FLAT)
+    assert actual is not None, pattern
+    return actual.groups()
 
 
 def test_saved_bytes() -> None:
@@ -64,9 +64,9 @@ def test_saved_bytes() -> None:
         "PyTorch's compiler with a memory budget of 0.9, exact gradients": "compiler, budget 0.9",
         "The same with `fitact.compile`, codes of 8 bits": "compiler, 0.9 and codes",
     }
-    found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", README, re.MULTILINE)
-    assert [name for name, _, _ in found] == list(names)
-    for name, count, share in found:
+    actual = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", README, re.MULTILINE)
+    assert [name for name, _, _ in actual] == list(names)
+    for name, count, share in actual:
         saved = rows[names[name]]
         assert (f"{saved:,}", f"{100 * saved / rows['baseline']:.1f}") == (count, share)
 
@@ -109,8 +109,8 @@ def test_the_first_screen() -> None:
         above |= {row["model"].partition("-")[0]} if exact > compiler else set()
         less.append(100 * (1 - codes / compiler))
         gained.append((100 - 100 * exact, 100 - 100 * rounding))
-        assert all(way["share"] == way["bytes"] / row["baseline"] for way in ways.values())
-        assert all(way["again"] < 0.005 for way in ways.values())  # so the README says of products
+        assert all(each["share"] == each["bytes"] / row["baseline"] for each in ways.values())
+        assert all(each["again"] < 0.005 for each in ways.values())  # so the README says of products
     assert above == {"LLaMA"}
     spans = [f"{min(each):.0f} to {max(each):.0f} %" for each in zip(*gained, strict=True)]
     table = re.findall(r"^\| .* \| ([\d,]+) \| [\d.]+ % \|$", README, re.MULTILINE)
@@ -178,7 +178,7 @@ def test_values_of_composed_activations() -> None:
         x = patterns(dtype)
         x = x[x.abs() <= 8]
         far = [ACT2FN[theirs](x) - fitact.activation(ours, bits=3)(x) for theirs, ours in composed.items()]
-        largest = max(float(one.abs().max()) for one in far)
+        largest = max(float(each.abs().max()) for each in far)
         assert f"{largest:.{len(stated.partition('.')[2])}f}" == stated
 
 
@@ -207,11 +207,11 @@ def test_gradients_that_exact_loses_under_autocast() -> None:
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = fitact.activation("hardtanh", method="output")(x)
-    (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    (actual,) = torch.autograd.grad(y, x, torch.ones_like(y))
     (expected,) = torch.autograd.grad(torch.nn.functional.hardtanh(x).sum(), x)
-    lost = found != expected
+    lost = actual != expected
     assert 0.0008 < lost.float().mean() < 0.0012
-    assert (found[lost] == 0).all()
+    assert (actual[lost] == 0).all()
     assert (x[lost].abs() > 0.998).all()
 
 
@@ -232,9 +232,9 @@ def test_times_on_a_cpu() -> None:
 
 def test_times_in_the_context() -> None:
     results = result("saving_cpu")
-    assert {(one["width"], one["tokens"], results["threads"]) for one in results["layers"]} == {(512, 1024, 1)}
-    longer = [100 * one["time"]["exact"] - 100 for one in results["layers"]]
-    coded = [100 * one["time"]["rounding"] - 100 for one in results["layers"]]
+    assert {(part["width"], part["tokens"], results["threads"]) for part in results["layers"]} == {(512, 1024, 1)}
+    longer = [100 * part["time"]["exact"] - 100 for part in results["layers"]]
+    coded = [100 * part["time"]["rounding"] - 100 for part in results["layers"]]
     said = "takes {:.0f} to {:.0f} % longer, with 8 bits {:.0f} to {:.0f} %"
     assert said.format(min(longer), max(longer), min(coded), max(coded)) in FLAT
     gated, linear = (results["microseconds"][label]["ratio"] for label in ("LayerNorm, SwiGLU", "linear"))
@@ -250,7 +250,9 @@ def test_the_plan() -> None:
     problem = Problem(planner.costs, "exact")
     segments = planner.costs.segments
     full = sum(
-        one.count * (one.costs[FULL].work.flops - one.costs[BASELINE].work.flops) for one in segments if one.paths
+        segment.count * (segment.costs[FULL].work.flops - segment.costs[BASELINE].work.flops)
+        for segment in segments
+        if segment.paths
     )
     plans = [planner.plan(24, error) for error in ("rounding", "exact")]
     less = [100 - 100 * plan.flops_again / full for plan in plans]
@@ -264,6 +266,6 @@ def test_the_plan() -> None:
         r"needs (\d+) GiB as it is. In 24 GiB, where full checkpointing leaves ([\d.]+) GiB, the plan recomputes "
         r"(\d+) % less .* exact` (\d+) %. And (\d+) GiB .* needs ([\d.]+) GiB"
     )
-    assert (rounding, exact) == tuple(f"{one:.0f}" for one in less)
-    stated = [float(one) for one in (baseline, left, least, checkpointed)]
-    assert stated == pytest.approx([one / GIB for one in bytes_of], rel=0.02)
+    assert (rounding, exact) == tuple(f"{each:.0f}" for each in less)
+    stated = [float(each) for each in (baseline, left, least, checkpointed)]
+    assert stated == pytest.approx([each / GIB for each in bytes_of], rel=0.02)

@@ -42,7 +42,7 @@ def configuration() -> dict[str, Any]:
 def entries(menu: Any) -> list[str]:
     if isinstance(menu, str):
         return [menu]
-    return [each for one in (menu if isinstance(menu, list) else menu.values()) for each in entries(one)]
+    return [entry for part in (menu if isinstance(menu, list) else menu.values()) for entry in entries(part)]
 
 
 def test_menu() -> None:
@@ -54,9 +54,9 @@ def test_menu() -> None:
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
-    found = configuration()
-    assert found["theme"]["font"] is False
-    assert not any("//" in one for one in [*found["extra_css"], *found.get("extra_javascript", [])])
+    actual = configuration()
+    assert actual["theme"]["font"] is False
+    assert not any("//" in each for each in [*actual["extra_css"], *actual.get("extra_javascript", [])])
 
 
 def links(text: str) -> list[str]:
@@ -65,8 +65,8 @@ def links(text: str) -> list[str]:
 
 
 def test_links_lead_to_pages(pages: dict[str, bytes]) -> None:
-    found = [name for name in pages if name.endswith(".md") and "/tests/" not in name]
-    targets = [(posixpath.dirname(name), link) for name in found for link in links(pages[name].decode())]
+    actual = [name for name in pages if name.endswith(".md") and "/tests/" not in name]
+    targets = [(posixpath.dirname(name), link) for name in actual for link in links(pages[name].decode())]
     assert len(targets) > 200
     for folder, link in targets:
         assert posixpath.normpath(posixpath.join(folder, link)) in pages, (folder, link)
@@ -102,7 +102,7 @@ def test_counts_of_the_explanation() -> None:
     """What the pictures show as text is what is counted."""
     page = (ROOT / "docs" / "explained.md").read_text("utf-8")
     module = script("pictures")
-    sizes = [sum(module.saved(way)) // 2**20 for _, way in module.WAYS]
+    sizes = [sum(module.saved(each)) // 2**20 for _, each in module.WAYS]
     said = "As it is {} MiB, steps {}, inverted {}, recomputed {}, in 8 bits {}, in 4 bits {}"
     assert said.format(*sizes) in page
 
@@ -114,7 +114,7 @@ def test_conda_recipe() -> None:
     least = project["requires-python"].removeprefix(">=")
     assert recipe["context"] == {"version": project["version"], "python_min": least}
     names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
-    pairs = [one.partition(";")[0].split(">=") for one in project["dependencies"]]
+    pairs = [each.partition(";")[0].split(">=") for each in project["dependencies"]]
     expected = [f"{names.get(name, name)} >={least}" for name, least in pairs]
     needs = recipe["requirements"]
     assert sorted(needs["run"][1:] + needs["run_constraints"]) == sorted(expected)
@@ -125,8 +125,8 @@ def test_extras_are_pinned() -> None:
     """Each package that an extra or the project itself names has a version in constraints.txt."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    requirements = [one for group in (project["dependencies"], *extras.values()) for one in group]
-    named = {re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in requirements}
+    requirements = [each for group in (project["dependencies"], *extras.values()) for each in group]
+    named = {re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in requirements}
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert {name.lower() for name in named} - {"fitact", "wheel"} <= pinned
@@ -162,10 +162,10 @@ def _prose(page: Path) -> str:
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
     anchors = set()
     for heading in re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE):
         name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        anchors.add(f"{name}-{found[name]}" if found[name] else name)
-        found[name] += 1
+        anchors.add(f"{name}-{actual[name]}" if actual[name] else name)
+        actual[name] += 1
     return anchors

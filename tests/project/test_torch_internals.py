@@ -24,14 +24,14 @@ OF_TORCH = (torch, torch.Tensor, torch.UntypedStorage, nn.Module(), torch.compil
 
 def bound(tree: ast.Module) -> set[str]:
     """Names that a file gives to functions, classes, variables and attributes of its own objects."""
-    found = set()
+    actual = set()
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
+                actual.add(name)
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.add(name)
-    return found
+                actual.add(name)
+    return actual
 
 
 def private_parts(text: str) -> Iterator[str]:
@@ -46,7 +46,9 @@ def private_parts(text: str) -> Iterator[str]:
                 paths = [f"{module}.{alias.name}" for alias in names]
             case ast.Constant(value=str(value)) if re.fullmatch(r"[\w.]+", value):
                 paths = (
-                    [value] if not PRIVATE.fullmatch(value) or any(hasattr(one, value) for one in OF_TORCH) else []
+                    [value]
+                    if not PRIVATE.fullmatch(value) or any(hasattr(each, value) for each in OF_TORCH)
+                    else []
                 )
                 paths = [f"torch.{path}" if PRIVATE.fullmatch(path) else path for path in paths]
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=attr) if attr in own:

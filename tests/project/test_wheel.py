@@ -50,45 +50,45 @@ def contents(wheel: Path) -> tuple[set[str], str]:
 
 
 def test_wheel_contents(wheel: Path) -> None:
-    found, text = contents(wheel)
+    actual, text = contents(wheel)
     expected = {
         f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, target in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
         if path.suffix in KINDS or path.name == "py.typed"
     }
-    assert found == expected
-    assert "fitact/codegen/templates/step.py.j2" in found
-    assert "fitact/generated/fits/gelu_fewbit3.json" in found
+    assert actual == expected
+    assert "fitact/codegen/templates/step.py.j2" in actual
+    assert "fitact/generated/fits/gelu_fewbit3.json" in actual
     assert 'Requires-Dist: triton>=3.5; platform_system == "Linux"' in text
-    assert not {name.split("/")[0] for name in found} - {"fitact"}
+    assert not {name.split("/")[0] for name in actual} - {"fitact"}
     extras = re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE)
     assert {"plot", "transformers", "models", "docs"} <= {*extras}
 
 
-def needed(name: str, without: str, found: dict[str, Distribution]) -> None:
+def needed(name: str, without: str, actual: dict[str, Distribution]) -> None:
     """Collect a package and all that it needs, as far as it is installed."""
     try:
         package = distribution(name)
     except PackageNotFoundError:  # of another platform
         return
-    if name == without or package.metadata["Name"] in found:
+    if name == without or package.metadata["Name"] in actual:
         return
-    found[package.metadata["Name"]] = package
+    actual[package.metadata["Name"]] = package
     for requirement in package.requires or ():
         match = re.match(r"[\w.-]+", requirement)
         if match and "extra ==" not in requirement:
-            needed(match[0], without, found)
+            needed(match[0], without, actual)
 
 
 def installed(folder: Path, wheel: Path, packages: Iterable[str], without: str = "") -> list[str]:
     """Put the wheel, and packages of this environment, into a folder; return a Python that finds nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    found: dict[str, Distribution] = {}
+    actual: dict[str, Distribution] = {}
     for name in packages:
-        needed(name, without, found)
-    for package in found.values():
+        needed(name, without, actual)
+    for package in actual.values():
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             (folder / top).symlink_to(Path(str(package.locate_file(top))).resolve())
     return [sys.executable, "-S", "-W", "ignore"]

@@ -24,10 +24,10 @@ from tests.support.refusals import refused
 
 
 def counted(*parts: Tensor) -> Sketch:
-    found = Sketch()
+    actual = Sketch()
     for part in parts:
-        found.add(part)
-    return found
+        actual.add(part)
+    return actual
 
 
 def numbers(count: int) -> Tensor:
@@ -87,23 +87,23 @@ OF_A_BLOCK |= {f":{name}": name for name in ("silu", "tanh", "sigmoid", "gelu_ta
 
 def test_sites() -> None:
     model = net()
-    found = fitact.calibrate(model, BATCHES)
-    assert isinstance(found, Calibration) and found.to_json() == fitact.calibrate(model, BATCHES).to_json()
+    actual = fitact.calibrate(model, BATCHES)
+    assert isinstance(actual, Calibration) and actual.to_json() == fitact.calibrate(model, BATCHES).to_json()
     expected = {f"{i}{'.' * (name[0] != ':')}{name}": kind for i in (0, 1) for name, kind in OF_A_BLOCK.items()}
-    assert {one.path: one.activation for one in found.sites} == expected
-    twice = {one.path: 1 + one.path.endswith(":gelu_tanh") for one in found.sites}
-    assert {one.path: one.count for one in found.sites} == {path: k * 3 * 16 * 24 for path, k in twice.items()}
-    assert found.notes == ("not calibrated: 1.unused: tanh: it was not run",)
-    for line in str(found).splitlines()[1 : len(expected) + 1]:
+    assert {site.path: site.activation for site in actual.sites} == expected
+    twice = {site.path: 1 + site.path.endswith(":gelu_tanh") for site in actual.sites}
+    assert {site.path: site.count for site in actual.sites} == {path: k * 3 * 16 * 24 for path, k in twice.items()}
+    assert actual.notes == ("not calibrated: 1.unused: tanh: it was not run",)
+    for line in str(actual).splitlines()[1 : len(expected) + 1]:
         assert line.split()[0] in expected
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_the_inputs_are_those_of_the_model(train: bool) -> None:
     """In the mode it is in, with the random numbers that come next, batch norm included."""
-    model, twin = net().train(train), net().train(train)
+    model, copied = net().train(train), net().train(train)
     seen: dict[str, list[Tensor]] = defaultdict(list)
-    for i, block in enumerate(twin[:2]):
+    for i, block in enumerate(copied[:2]):
         for name in ("act", "slope", "own"):
             keep = seen[f"{i}.{name}"]
             block.get_submodule(name).register_forward_pre_hook(lambda _, args, keep=keep: keep.append(args[0]))
@@ -112,27 +112,27 @@ def test_the_inputs_are_those_of_the_model(train: bool) -> None:
     torch.manual_seed(5)
     with torch.no_grad():
         for batch in BATCHES:
-            twin(batch)
+            copied(batch)
     torch.manual_seed(5)
-    found = {one.path: one for one in fitact.calibrate(model, BATCHES).sites}
+    actual = {site.path: site for site in fitact.calibrate(model, BATCHES).sites}
     for path, parts in seen.items():
-        x, one = torch.cat([part.flatten() for part in parts]).double(), found[path]
+        x, each = torch.cat([part.flatten() for part in parts]).double(), actual[path]
         expected = [x.min().item(), x.max().item(), x.mean().item(), x.std(correction=0).item()]
-        assert [one.least, one.largest, one.mean, one.deviation] == pytest.approx(expected, rel=1e-6)
-        assert (one.weight(np.linspace(-30, 30, 9)) > 0).all()
+        assert [each.least, each.largest, each.mean, each.deviation] == pytest.approx(expected, rel=1e-6)
+        assert (each.weight(np.linspace(-30, 30, 9)) > 0).all()
 
 
 def test_groups() -> None:
     alone, grouped = (fitact.calibrate(net().eval(), BATCHES, group=group) for group in (False, True))
-    paths = [one.path for one in alone.sites if one.path[0] == "0"]
-    assert [one.path.replace("*", "0") for one in grouped.sites] == paths
-    for one in grouped.sites:
-        parts = [part for part in alone.sites if part.path in (one.path.replace("*", i) for i in "01")]
-        assert one.count == sum(part.count for part in parts)
-        assert one.mean == pytest.approx(sum(part.mean * part.count for part in parts) / one.count, rel=1e-5)
-        assert one.largest == max(part.largest for part in parts)
-    found = fitact.calibrate(nn.Sequential(nn.GELU(), nn.SiLU(), nn.GELU()), BATCHES, group=True)
-    assert {one.path: one.count for one in found.sites} == {"* (gelu)": 768, "* (silu)": 384}
+    paths = [site.path for site in alone.sites if site.path[0] == "0"]
+    assert [site.path.replace("*", "0") for site in grouped.sites] == paths
+    for site in grouped.sites:
+        parts = [part for part in alone.sites if part.path in (site.path.replace("*", i) for i in "01")]
+        assert site.count == sum(part.count for part in parts)
+        assert site.mean == pytest.approx(sum(part.mean * part.count for part in parts) / site.count, rel=1e-5)
+        assert site.largest == max(part.largest for part in parts)
+    actual = fitact.calibrate(nn.Sequential(nn.GELU(), nn.SiLU(), nn.GELU()), BATCHES, group=True)
+    assert {site.path: site.count for site in actual.sites} == {"* (gelu)": 768, "* (silu)": 384}
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -173,20 +173,20 @@ def test_no_tensor_is_stored() -> None:
     class Watched(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             gc.collect()
-            assert not any(one() is not None for one in alive)
+            assert not any(each() is not None for each in alive)
             y = super().forward(x)
             alive.append(weakref.ref(y))
             return y
 
-    found = fitact.calibrate(nn.Sequential(Watched(3, 3), nn.GELU()), (torch.ones(2, 3) * i for i in range(4)))
-    assert (len(alive), found.sites[0].count) == (4, 24)
+    actual = fitact.calibrate(nn.Sequential(Watched(3, 3), nn.GELU()), (torch.ones(2, 3) * i for i in range(4)))
+    assert (len(alive), actual.sites[0].count) == (4, 24)
 
 
 def test_kinds_of_batches_and_models() -> None:
     """A module at two places is one site; converted models, and those in a context, are seen as they were."""
 
     def sites(model: nn.Module, batches: Any) -> list[Any]:
-        return [(one.path, one.activation, one.count) for one in fitact.calibrate(model, batches).sites]
+        return [(site.path, site.activation, site.count) for site in fitact.calibrate(model, batches).sites]
 
     x, act = torch.ones(3), nn.GELU()
     two = built(lambda self, x, *, y: F.silu(x + y))
@@ -195,8 +195,8 @@ def test_kinds_of_batches_and_models() -> None:
     assert sites(nn.Sequential(act, nn.Linear(8, 8), act), BATCHES) == [("0", "gelu", 2 * 3 * 16 * 8)]
     half = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()).bfloat16()
     fitact.convert(half, "fewbit", bits=3)
-    found = sites(half, [batch.bfloat16() for batch in BATCHES])
-    assert [one[:2] for one in found] == [("1", "gelu_fewbit3"), ("3", "tanh_fewbit3")]
+    actual = sites(half, [batch.bfloat16() for batch in BATCHES])
+    assert [each[:2] for each in actual] == [("1", "gelu_fewbit3"), ("3", "tanh_fewbit3")]
     model = net()
     expected = fitact.calibrate(model, BATCHES)
     fitact.convert(model, error="coarse")
@@ -206,9 +206,9 @@ def test_kinds_of_batches_and_models() -> None:
 def test_what_is_not_finite_is_told() -> None:
     bad = BATCHES[0].clone()
     bad[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    found = fitact.calibrate(nn.Sequential(nn.GELU()), [bad])
-    assert (found.sites[0].count, found.sites[0].left_out) == (125, 3)
-    assert found.notes == ("0: 3 numbers are NaN, infinite or huge, and not counted",)
+    actual = fitact.calibrate(nn.Sequential(nn.GELU()), [bad])
+    assert (actual.sites[0].count, actual.sites[0].left_out) == (125, 3)
+    assert actual.notes == ("0: 3 numbers are NaN, infinite or huge, and not counted",)
     model = nn.Sequential(nn.GELU(), nn.SiLU())
     message = refused(fitact.calibrate, model, [torch.full((2,), float("nan"))])
     assert message.startswith("no input of an activation was seen in the model; 0: 2 numbers are NaN")

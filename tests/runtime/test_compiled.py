@@ -48,28 +48,28 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("one", "x", "y", "target"),
+    ("case", "x", "y", "target"),
     full(ROWS, lambda row: (row[0].name, *row[1:]) in QUICK),
     ids=lambda part: getattr(part, "name", part),
 )
-def test_compiled_ahead_of_time(one: Generated, x: str, y: str, target: str) -> None:
+def test_compiled_ahead_of_time(case: Generated, x: str, y: str, target: str) -> None:
     """Neither spills nor shared memory; vectors of 16 bytes, but of 8 where a thread's share of a row is no more.
 
     That is so of half precision beside float32, and at 4 bits, whose programs have more threads.
     """
     for pass_ in ("forward", "backward"):
-        kernel, forward = Kernel.of(one.name, pass_), pass_ == "forward"
+        kernel, forward = Kernel.of(case.name, pass_), pass_ == "forward"
         asm = kernel.compile(x, target, y).asm
         load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if forward else ((y, x), (x, y))))
-        assert {load, store} <= {8, 16} and (max(load, store) == 16 or one.bits == 4)
-        if not forward and one.fit["method"] == "inverted":
+        assert {load, store} <= {8, 16} and (max(load, store) == 16 or case.bits == 4)
+        if not forward and case.fit["method"] == "inverted":
             assert not re.search(r"(max|min)numf|propagateNan = none", asm["ttir"]), "NaN would be lost"
         taken = code(asm)
         assert taken.registers < 255
         assert (taken.spills, taken.load, taken.store, taken.shared) == (0, load, store, 0), pass_
         assert not re.search(r"\b(shfl|bar)\.", asm.get("ptx", ""))
         if x == y == "bf16":
-            assert taken.registers <= registers(f"{one.name} {pass_} {target}")
+            assert taken.registers <= registers(f"{case.name} {pass_} {target}")
 
 
 RECORD: dict[str, Any] = json.loads(resources.RESULTS.read_text())
@@ -94,12 +94,12 @@ def test_all_shipped_kernels_by_two_tritons() -> None:
 
 @each_activation(SOME | {"gelu_fewbit3"})
 @pytest.mark.parametrize("y", ["bf16", pytest.param("fp16", marks=pytest.mark.full), "fp32"])
-def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> None:
+def test_kernels_load_nothing_but_their_arguments(case: Generated, y: str) -> None:
     """A row is loaded and stored once, masked or not; the planes of codes once a tile."""
-    x = "fp32" if one.saves_output else y
-    rows = 1 + one.saves_output
-    for pass_, loads, stores in (("forward", 2, 2 + one.bits), ("backward", 2 * rows + one.bits, 2)):
-        ttir = Kernel.of(one.name, pass_).compile(x, "sm_90", y).asm["ttir"]
+    x = "fp32" if case.saves_output else y
+    rows = 1 + case.saves_output
+    for pass_, loads, stores in (("forward", 2, 2 + case.bits), ("backward", 2 * rows + case.bits, 2)):
+        ttir = Kernel.of(case.name, pass_).compile(x, "sm_90", y).asm["ttir"]
         assert (ttir.count("tt.load"), ttir.count("tt.store")) == (loads, stores)
 
 
@@ -111,10 +111,10 @@ OF_GATES = full(product(("bf16", "fp32"), TARGETS, PASSES), {("bf16", "sm_90", "
 def test_gates(dtype: str, target: str, pass_: str) -> None:
     gate: Any = find(load(recomputed("geglu", "own_recompute"))._KEY)
     for view in (False, True):
-        found = code(GateKernel("own_recompute", pass_, gate, view).compile(dtype, target).asm)
-        assert (found.spills, found.store) == (0, 16)
+        actual = code(GateKernel("own_recompute", pass_, gate, view).compile(dtype, target).asm)
+        assert (actual.spills, actual.store) == (0, 16)
         if dtype == "bf16" and not view:
-            assert found.registers <= registers(f"geglu_recompute {pass_} {target}")
+            assert actual.registers <= registers(f"geglu_recompute {pass_} {target}")
 
 
 QUICK_LEARNED = {
@@ -149,13 +149,13 @@ def test_block_codes(dtype: str, target: str, bits: int) -> None:
     rests = (False, True) if bits in (3, 8) else (False,)
     for pass_, rest in product(("encode", "decode"), rests):
         asm = BlockKernel(bits, pass_, rest).compile(dtype, target).asm
-        found, name = code(asm), f"{pass_}, rest {rest}"
+        actual, name = code(asm), f"{pass_}, rest {rest}"
         assert "atomic" not in asm["ttir"], name
-        assert found.spills == 0 and found.registers < 255, name
+        assert actual.spills == 0 and actual.registers < 255, name
         if not rest:
-            assert (found.load if pass_ == "encode" else found.store) == 16, name
+            assert (actual.load if pass_ == "encode" else actual.store) == 16, name
             parts = {8: 1, 4: 1}.get(bits, 2) + 2
             counts = asm["ttir"].count("tt.load"), asm["ttir"].count("tt.store")
             assert counts == ((1, parts) if pass_ == "encode" else (parts, 1)), name
             if dtype == "bf16":
-                assert found.registers <= registers(f"blocks{bits} {pass_} {target}"), name
+                assert actual.registers <= registers(f"blocks{bits} {pass_} {target}"), name

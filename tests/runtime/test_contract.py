@@ -32,65 +32,65 @@ from tests.support.processes import python
 
 @each()
 @EACH_DTYPE
-def test_values_and_gradients(one: Generated, dtype: torch.dtype) -> None:
+def test_values_and_gradients(case: Generated, dtype: torch.dtype) -> None:
     """Of every number of half precision; values bit for bit PyTorch's, with a gradient and without."""
-    x = one.numbers(dtype)
+    x = case.numbers(dtype)
     for dy in (torch.randn(x.shape, dtype=torch.float64).to(dtype), torch.ones_like(x)):
-        y, dx = run(one.function, x, dy)
-        assert same(y, one.baseline(x))
+        y, dx = run(case.function, x, dy)
+        assert same(y, case.baseline(x))
         assert dx.dtype == dtype
-        one.check_gradient(x, y, dy, dx)
+        case.check_gradient(x, y, dy, dx)
     with torch.no_grad():
-        assert same(one.function(x), y)
+        assert same(case.function(x), y)
 
 
 @each()
-def test_what_is_saved(one: Generated) -> None:
+def test_what_is_saved(case: Generated) -> None:
     for shape in ((0, 3), (), (5, 7), (8191,), (8192,), (8193,), (100_000,)):
         x = torch.randn(shape, requires_grad=True)
         with count_saved() as saved:
-            y = one.function(x)
-        assert sizes(saved) == one.saved(y)
-        if one.saves_output and y.numel():
+            y = case.function(x)
+        assert sizes(saved) == case.saved(y)
+        if case.saves_output and y.numel():
             assert y.untyped_storage()._cdata in saved.storages
 
 
 @each()
 @EACH_HALF
-def test_autocast(one: Generated, dtype: torch.dtype) -> None:
+def test_autocast(case: Generated, dtype: torch.dtype) -> None:
     """The output that is saved is of the autocast dtype; a gradient of float32 is not rounded on its way.
 
     Of half precision it is the input's, also of operators on autocast's float32 list; float64 stays.
     """
     for inner in DTYPES:
         leaf = (torch.randn(3000) * 2).to(inner).requires_grad_()
-        x, expected = leaf.detach(), dtype if one.saves_output and inner != torch.float64 else inner
+        x, expected = leaf.detach(), dtype if case.saves_output and inner != torch.float64 else inner
         with torch.autocast("cpu", dtype=dtype), count_saved() as saved:
-            y = one.function(leaf)
+            y = case.function(leaf)
             with torch.no_grad():
-                assert one.function(x).dtype == expected
+                assert case.function(x).dtype == expected
             with torch.autocast("cpu", enabled=False):
-                assert one.function(x).dtype == inner
-        assert y.dtype == expected and same(y, one.baseline(x).to(expected)) and sizes(saved) == one.saved(y)
+                assert case.function(x).dtype == inner
+        assert y.dtype == expected and same(y, case.baseline(x).to(expected)) and sizes(saved) == case.saved(y)
         dy = torch.randn(3000).to(y.dtype)
         (dx,) = torch.autograd.grad(y, leaf, dy)
         assert dx.dtype == inner
-        one.check_gradient(x, y, dy, dx)
-        assert inner != torch.float32 or one.plain in LINEAR or not same(dx, dx.to(dtype).float())
+        case.check_gradient(x, y, dy, dx)
+        assert inner != torch.float32 or case.plain in LINEAR or not same(dx, dx.to(dtype).float())
 
 
 @each()
-def test_modules(one: Generated) -> None:
-    method = one.fit["method"]
-    options = {} if method == "output" else {"bits": one.bits}
-    module = fitact.activation(one.name)
-    if not one.name.endswith("_published"):
-        assert type(module) is type(fitact.activation(one.plain, method=method, **options))
-    assert type(module).__module__ == f"fitact.generated.{one.name}"
+def test_modules(case: Generated) -> None:
+    method = case.fit["method"]
+    options = {} if method == "output" else {"bits": case.bits}
+    module = fitact.activation(case.name)
+    if not case.name.endswith("_published"):
+        assert type(module) is type(fitact.activation(case.plain, method=method, **options))
+    assert type(module).__module__ == f"fitact.generated.{case.name}"
     x = torch.randn(50)
-    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert type(twin) is type(module)
-        assert same(twin(x), one.baseline(x))
+    for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(copied) is type(module)
+        assert same(copied(x), case.baseline(x))
     assert not module.state_dict()
     assert list(module.parameters()) == []
     plain = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))
@@ -105,19 +105,19 @@ def test_keys_differ() -> None:
 @every_kind
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_layouts(one: Generated, layout: str, autocast: bool) -> None:
+def test_layouts(case: Generated, layout: str, autocast: bool) -> None:
     """Bit for bit and in the same order of memory, with a gradient and without, in every dtype."""
     for dtype in DTYPES:
         x = (LAYOUTS[layout]() * 2).to(dtype)
         leaf = x.detach().requires_grad_()
         assert leaf.stride() == x.stride()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), count_saved() as saved:
-            y, plain = one.function(leaf), one.function(x)
+            y, plain = case.function(leaf), case.function(x)
             with torch.no_grad():
-                without = one.function(leaf)
-        assert sizes(saved) == one.saved(y)
+                without = case.function(leaf)
+        assert sizes(saved) == case.saved(y)
         dense = layout not in ("expanded", "sliced", "overlapping")
-        baseline = one.baseline(x if dense else x.contiguous())
+        baseline = case.baseline(x if dense else x.contiguous())
         assert y.requires_grad and not plain.requires_grad
         for other in (y, plain, without):
             assert same(other, baseline.to(y.dtype))
@@ -131,34 +131,34 @@ def test_layouts(one: Generated, layout: str, autocast: bool) -> None:
         ):
             gradient = dy.to(y.dtype)
             (dx,) = torch.autograd.grad(y, leaf, gradient, retain_graph=True)
-            one.check_gradient(x, y, gradient, dx)
+            case.check_gradient(x, y, gradient, dx)
 
 
 @every_kind
-def test_dtypes_and_objects_refused(one: Generated) -> None:
+def test_dtypes_and_objects_refused(case: Generated) -> None:
     for wrong in (torch.arange(3), torch.ones(3, dtype=torch.complex64), torch.ones(3, dtype=torch.bool), 1.0):
-        with pytest.raises(TypeError, match=rf"{one.name}: expected a tensor of float16.*, got "):
-            one.function(wrong)
+        with pytest.raises(TypeError, match=rf"{case.name}: expected a tensor of float16.*, got "):
+            case.function(wrong)
 
 
 @every_kind
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"empty"}))
-def test_a_change_of_the_output(one: Generated, change: str, layout: str) -> None:
+def test_a_change_of_the_output(case: Generated, change: str, layout: str) -> None:
     """It is noticed where the output is saved; where codes are all that is, the gradient goes through it."""
     x = LAYOUTS[layout]().requires_grad_()
-    y = one.function(x)
+    y = case.function(x)
     before = y.detach().clone()
     changed = CHANGES[change](y)
     assert same(changed, CHANGES[change](before.clone()))
-    if one.saves_output:
+    if case.saves_output:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(changed.sum(), x)
         return
     leaf = before.clone().requires_grad_()
     (dy,) = torch.autograd.grad(CHANGES[change](leaf * 1).sum(), leaf)
     (dx,) = torch.autograd.grad(changed.sum(), x)
-    one.check_gradient(x, before, dy, dx)
+    case.check_gradient(x, before, dy, dx)
 
 
 SHAPES = {
@@ -176,14 +176,14 @@ def reshaped(function: Callable, shape: str) -> nn.Module:
 @each_kind
 @EACH_SHAPE
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_saved_by_a_small_mlp_that_is_compiled(one: Generated, shape: str, backend: str) -> None:
+def test_saved_by_a_small_mlp_that_is_compiled(case: Generated, shape: str, backend: str) -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(32, 128), reshaped(one.function, shape), nn.Linear(128, 32)).bfloat16()
+    model = nn.Sequential(nn.Linear(32, 128), reshaped(case.function, shape), nn.Linear(128, 32)).bfloat16()
     x = torch.randn(2, 128, 32, dtype=torch.bfloat16)
     with count_saved(model) as saved:
         y = torch.compile(model, fullgraph=True, backend=backend)(x)
     output = torch.empty(2, 128, 128, dtype=torch.bfloat16)
-    added = one.saved(output) if one.saves_output else [2 * output.numel(), *one.saved(output)]
+    added = case.saved(output) if case.saves_output else [2 * output.numel(), *case.saved(output)]
     assert sizes(saved) == sorted([2 * x.numel(), *added])
     y.sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
@@ -193,12 +193,12 @@ def test_saved_by_a_small_mlp_that_is_compiled(one: Generated, shape: str, backe
 @EACH_SHAPE
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-def test_the_next_layer_saves_the_output(one: Generated, shape: str, autocast: bool, norm: bool) -> None:
+def test_the_next_layer_saves_the_output(case: Generated, shape: str, autocast: bool, norm: bool) -> None:
     """After a layer norm too, which autocast leaves in float32; and each parameter gets its gradient."""
     outputs: list[torch.Tensor] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        outputs.append(one.function(x))
+        outputs.append(case.function(x))
         return outputs[-1]
 
     first = nn.LayerNorm(128) if norm else nn.Linear(32, 128)
@@ -208,12 +208,12 @@ def test_the_next_layer_saves_the_output(one: Generated, shape: str, autocast: b
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), hooks:
         result = model(torch.randn(2, 128, 128 if norm else 32))
     (y,) = outputs
-    wide = norm and not one.saves_output  # where codes are all that is saved, the dtype is the input's
+    wide = norm and not case.saves_output  # where codes are all that is saved, the dtype is the input's
     assert y.dtype == (torch.bfloat16 if autocast and not wide else torch.float32)
     saved = [t.data_ptr() for t in packed if t.numel() == y.numel() and t.is_floating_point()]
     # the next layer saves its copy, or the output that the activation saves, if it does
-    assert saved.count(y.data_ptr()) == (0 if autocast and wide else 1 + one.saves_output)
-    assert len(saved) == 1 + one.saves_output + norm
+    assert saved.count(y.data_ptr()) == (0 if autocast and wide else 1 + case.saves_output)
+    assert len(saved) == 1 + case.saves_output + norm
     result.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -243,17 +243,17 @@ def test_activations_by_name(name: str, options: dict[str, Any], expected: str) 
 @EACH_DTYPE
 def test_codes_are_the_layout_that_is_documented(name, dtype):
     """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, in k planes of 1024 bytes; 0 beyond the end."""
-    one = kind(name)
-    known = one.fit["borders"]
+    each = kind(name)
+    known = each.fit["borders"]
     borders = torch.tensor(known["bfloat16"] if isinstance(known, dict) else known)
     x = torch.cat([torch.randn(10_000) * 2, borders, borders + 1e-6, borders - 1e-6]).to(dtype)
     x[5] = torch.nan
-    y, codes = generated.forward_op(x, dtype, one.key)
-    assert (y.dtype, codes.dtype, codes.shape) == (dtype, torch.uint8, (2 * one.bits * 1024,))
+    y, codes = generated.forward_op(x, dtype, each.key)
+    assert (y.dtype, codes.dtype, codes.shape) == (dtype, torch.uint8, (2 * each.bits * 1024,))
     expected = torch.zeros(2 * 8192, dtype=torch.long)
-    expected[: len(x)] = one.code(x, dtype)
-    assert expected[5] == 0 and set(expected.tolist()) == set(range(2**one.bits))
-    assert torch.equal(unpacked(codes, one.bits), expected)
+    expected[: len(x)] = each.code(x, dtype)
+    assert expected[5] == 0 and set(expected.tolist()) == set(range(2**each.bits))
+    assert torch.equal(unpacked(codes, each.bits), expected)
 
 
 SCRIPT = """

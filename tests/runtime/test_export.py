@@ -50,9 +50,9 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = model(x)
     y.square().sum().backward()
-    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
-    assert all(gradient is not None for gradient in found)
-    return [y.detach(), *found]
+    actual = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    assert all(gradient is not None for gradient in actual)
+    return [y.detach(), *actual]
 
 
 # Before 2.13 PyTorch warns of what it has just read itself.

@@ -61,12 +61,12 @@ SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the inter
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
 FORMULAS = {formula.name: formula for formula in values.FORMULAS}
 FULL = () if GPU else pytest.mark.full
-STEP = next(one for one in shipped() if one.name == "gelu_fewbit3")
+STEP = next(each for each in shipped() if each.name == "gelu_fewbit3")
 
 # Interpreted: each width, an even derivative, jumps, exact steps, quotients, published ones, closed forms.
 SOME = {*FEW, "gelu_fewbit4", "hardtanh_fewbit1", "relu6_fewbit2", "tanh_fewbit3", "hardswish_inverted2"}
 SOME |= {"silu_inverted_published", "relu_output", "relu2_output", "selu_output", "softplus_output"}
-SHIPPED = {one.name: one for one in (*shipped(), *outputs(), *inverses()) if GPU or one.name in SOME}
+SHIPPED = {each.name: each for each in (*shipped(), *outputs(), *inverses()) if GPU or each.name in SOME}
 # Radicals of order 3 on both sides of their anchor and on one; no codes, and four of three variables.
 OWN = {"own, two radicals": (-1, 2), "own, three variables": (-3, 3)}
 QUICK = {*FEW, "hardswish_inverted2", "tanh_fewbit3", "own, two radicals"}
@@ -74,13 +74,13 @@ QUICK = {*FEW, "hardswish_inverted2", "tanh_fewbit3", "own, two radicals"}
 
 def parametrised(names: Any, quick: Any, of: str = "name") -> pytest.MarkDecorator:
     """Parametrise by names; of the interpreted ones, those that are not quick run in the full product alone."""
-    return pytest.mark.parametrize(of, [pytest.param(one, marks=[] if one in quick else FULL) for one in names])
+    return pytest.mark.parametrize(of, [pytest.param(name, marks=[] if name in quick else FULL) for name in names])
 
 
 every = parametrised(SHIPPED, QUICK)
 few = pytest.mark.parametrize("name", FEW)
 each_dtype = pytest.mark.parametrize(
-    "dtype", [pytest.param(one, marks=FULL if one == torch.float16 else ()) for one in DTYPES], ids=str
+    "dtype", [pytest.param(dtype, marks=FULL if dtype == torch.float16 else ()) for dtype in DTYPES], ids=str
 )
 
 
@@ -141,7 +141,7 @@ def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
     check_passes(name, numbers(name, dtype), dtype)
 
 
-@parametrised([*(name for name, one in SHIPPED.items() if one.saves_output), *OWN], QUICK)
+@parametrised([*(name for name, each in SHIPPED.items() if each.saves_output), *OWN], QUICK)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_output_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     """As autocast asks for: the borders and the approximant are those of y's dtype."""
@@ -188,14 +188,14 @@ def test_values_of_float32(name: str) -> None:
 @few
 def test_nothing_is_written_beyond_the_end(name: str) -> None:
     """Nor left out: the codes of the last tile are written whole."""
-    one, n = SHIPPED[name], 8192 + 5
+    each, n = SHIPPED[name], 8192 + 5
     x, dy = torch.randn(n, device=DEVICE), torch.ones(n, device=DEVICE)
-    expected, known = forward_op(x, x.dtype, one.key)
+    expected, known = forward_op(x, x.dtype, each.key)
     y, dx = (torch.full((3 * 8192,), 7.0, device=DEVICE) for _ in range(2))
-    codes = torch.full((3 * one.bits * 1024,), 0xAA, dtype=torch.uint8, device=DEVICE)
+    codes = torch.full((3 * each.bits * 1024,), 0xAA, dtype=torch.uint8, device=DEVICE)
     arguments = {"x": x, "y": y, "codes": codes, "dy": dy, "dx": dx, "n": n}
     for pass_ in ("forward", "backward"):
-        kernel = getattr(one.module, f"{name}_{pass_}")
+        kernel = getattr(each.module, f"{name}_{pass_}")
         kernel[(2,)](*(arguments[argument] for argument in kernel.arg_names))
     assert same(y[:n], expected) and torch.equal(codes[: known.numel()], known)
     assert bool((y[n:] == 7).all()) and bool((codes[known.numel() :] == 0xAA).all())
@@ -208,7 +208,7 @@ def test_nothing_is_written_beyond_the_end(name: str) -> None:
 def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None:
     """Any layout; the bytes that are stated are saved and no others; no value is fetched from the device."""
     torch._dynamo.reset()
-    one, function = SHIPPED[name], SHIPPED[name].function
+    each, function = SHIPPED[name], SHIPPED[name].function
     if compiled:
         function = torch.compile(function, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     for x in (torch.randn(3, 64, 32), torch.randn(50, 300).t(), torch.randn(2, 8, 9, 10).permute(0, 2, 3, 1)):
@@ -218,13 +218,13 @@ def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None
         with count_saved() as saved, no_synchronising():
             y = function(leaf)
         assert y.stride() == leaf.stride()
-        assert saved.bytes == sum(one.saved(y))
+        assert saved.bytes == sum(each.saved(y))
         (dx,) = torch.autograd.grad(y, leaf, dy)
-        torch.testing.assert_close(y, one.baseline(leaf), rtol=UNIT[dtype], atol=1e-6)
-        if isinstance(one, Shipped):
-            assert same(dx.cpu(), one.gradient(leaf.cpu(), dy.cpu()))
+        torch.testing.assert_close(y, each.baseline(leaf), rtol=UNIT[dtype], atol=1e-6)
+        if isinstance(each, Shipped):
+            assert same(dx.cpu(), each.gradient(leaf.cpu(), dy.cpu()))
         else:
-            reference = one.baseline_gradient(leaf.double(), dy.double())
+            reference = each.baseline_gradient(leaf.double(), dy.double())
             torch.testing.assert_close(dx.double(), reference, rtol=0.05, atol=0.05)
 
 
@@ -284,8 +284,8 @@ def test_cuda_graphs(what: str) -> None:
         y = function(*leaves)
         captured = torch.autograd.grad(y, leaves, dy)
     with torch.no_grad():
-        for one in (*leaves, dy):
-            one.copy_(torch.randn(512, 768))
+        for leaf in (*leaves, dy):
+            leaf.copy_(torch.randn(512, 768))
     graph.replay()
     expected = function(*leaves)
     assert same(y, expected)
@@ -320,14 +320,14 @@ def test_streams(name: str) -> None:
 def test_several_gpus() -> None:
     """A tensor of another GPU than the current one is computed where it is."""
     x = torch.randn(30_000)
-    found = []
+    results = []
     for device in ("cuda:1", "cuda:0"):
         leaf = x.to(device).requires_grad_()
         y = STEP.function(leaf)
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
         assert y.device == dx.device == torch.device(device)
-        found.append((y.cpu(), dx.cpu()))
-    assert all(same(a, b) for a, b in zip(*found, strict=True))
+        results.append((y.cpu(), dx.cpu()))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @needs_gpu
@@ -365,7 +365,7 @@ def test_memory_that_is_taken(name: str) -> None:
     assert torch.cuda.memory_allocated() - before <= taken + 2 * 2**20  # the allocator rounds
     gradients = torch.autograd.grad(y, leaves, dy)
     assert torch.cuda.max_memory_allocated() - before <= taken + 2 * n * count + 4 * 2**20
-    assert {one.dtype for one in gradients} == {torch.bfloat16}
+    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
 
 
 def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -387,14 +387,16 @@ WANTS = ((True, True), (True, False), (False, True))
 
 def passes(x, dy, key, other, wants, inner=1):
     """The value and the gradients that are wanted, on the device and by PyTorch's operators on the CPU."""
-    found = []
+    results = []
     for reference, device in ((False, DEVICE), (True, "cpu")):
         given = [part.to(device) for part in (x, dy, other)]
         y, _ = forward_op(given[0], x.dtype, key, given[2], inner=inner, reference=reference)
         saved = given[1], given[0], None, x.dtype, key, given[2]
         gradients = backward_op(*saved, inner=inner, wants=wants, reference=reference)
-        found.append([one.cpu() for one, wanted in zip((y, *gradients), (True, *wants), strict=True) if wanted])
-    return found
+        results.append(
+            [want.cpu() for want, wanted in zip((y, *gradients), (True, *wants), strict=True) if wanted]
+        )
+    return results
 
 
 @parametrised(FITS, ["recompute"])
@@ -408,20 +410,20 @@ def test_gates(name: str, dtype: torch.dtype) -> None:
         ordinary = (g.abs() < 20) & (u.abs() < 20)
         reach = (1 + g.double().abs()) * (1 + u.double().abs()) * (1 + dh.double().abs())
         for wants in WANTS:
-            for one, other in zip(*passes(g, dh, gate_module(name)._KEY, u, wants), strict=True):
-                near(one[ordinary], other[ordinary], reach[ordinary])
-                assert one.shape == other.shape and one.stride() == other.stride()
+            for each, other in zip(*passes(g, dh, gate_module(name)._KEY, u, wants), strict=True):
+                near(each[ordinary], other[ordinary], reach[ordinary])
+                assert each.shape == other.shape and each.stride() == other.stride()
 
 
 @parametrised(FITS, [])
 def test_gates_of_special_numbers(name: str) -> None:
     g, u = special(torch.float32)
     key = gate_module(name)._KEY
-    found = forward_op(g.to(DEVICE), g.dtype, key, u.to(DEVICE))[0].cpu()
+    actual = forward_op(g.to(DEVICE), g.dtype, key, u.to(DEVICE))[0].cpu()
     expected = forward_op(g, g.dtype, key, u, reference=True)[0]
     # PyTorch's own gelu is NaN at the largest number too, where its formula is not
-    assert not bool((found.isnan() & ~expected.isnan()).any())
-    assert bool(found.isnan()[g.isnan() | u.isnan()].all())
+    assert not bool((actual.isnan() & ~expected.isnan()).any())
+    assert bool(actual.isnan()[g.isnan() | u.isnan()].all())
 
 
 def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,14 +459,14 @@ def test_learned_numbers(name: str, dtype: torch.dtype) -> None:
         numbers = start + 0.1 * torch.randn(len(known), channels if case.wide else 1)
         x, dy = (2 * torch.randn(size)).to(dtype), torch.randn(size).to(dtype)
         for wants in WANTS:
-            found, expected = passes(x, dy, key, numbers, wants, inner)
-            for one, other in zip(found, expected, strict=True):
-                of_sums = wants[1] and one is found[-1]
+            actual, expected = passes(x, dy, key, numbers, wants, inner)
+            for each, other in zip(actual, expected, strict=True):
+                of_sums = wants[1] and each is actual[-1]
                 rtol, atol = (
                     (1e-5, 1e-6 * max(size, 1)) if of_sums else (2 * UNIT[dtype], max(2 * UNIT[dtype], 2e-6))
                 )
-                torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-        assert torch.equal(found[-1], passes(x, dy, key, numbers, wants, inner)[0][-1])
+                torch.testing.assert_close(each, other, rtol=rtol, atol=atol)
+        assert torch.equal(actual[-1], passes(x, dy, key, numbers, wants, inner)[0][-1])
 
 
 # Several rows a block, one row a block, and rows that are longer than a block; none a power of two, and some.
@@ -519,14 +521,14 @@ def test_losses(rows: int, classes: int, autocast: bool, reduction: str) -> None
     x = torch.randn(rows, classes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(classes, (rows,), device="cuda")
     target[::5] = -100
-    found = []
+    results = []
     for context in (nullcontext(), saving()):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast), context:
             logits = x * 1.5
             loss = F.cross_entropy(logits if autocast else logits.float(), target, reduction=reduction)
-        found.append((loss, *torch.autograd.grad(loss, x, torch.full_like(loss, 1.7))))
+        results.append((loss, *torch.autograd.grad(loss, x, torch.full_like(loss, 1.7))))
     assert "CrossEntropy" in type(loss.grad_fn).__name__
-    assert all(same(a, b) for a, b in zip(*found, strict=True))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @needs_gpu
@@ -541,8 +543,8 @@ def test_selective_checkpoints_with_dropout() -> None:
         y = checkpoint(layer, x, use_reentrant=False, **options)
         return torch.autograd.grad(y.square().sum(), x)[0]
 
-    expected, found = reproducibly(lambda: (gradient(), gradient(context_fn=selectively)))
-    assert same(found, expected)
+    expected, actual = reproducibly(lambda: (gradient(), gradient(context_fn=selectively)))
+    assert same(actual, expected)
 
 
 @needs_gpu
@@ -565,14 +567,14 @@ def test_contexts_in_cuda_graphs(error: str, of: str) -> None:
         if of == "a step":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                found = gradients(x)
+                actual = gradients(x)
             x.copy_(other)
             graph.replay()
         else:
             model = torch.cuda.make_graphed_callables(model, (x,))
-            found = gradients(other)
+            actual = gradients(other)
         torch.cuda.synchronize()
-    assert all(map(same, found, expected))
+    assert all(map(same, actual, expected))
 
 
 def hard(dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -623,8 +625,8 @@ def test_block_codes(dtype: torch.dtype, bits: int) -> None:
             with mock.patch.object(blocks, "KERNEL_DEVICES", ()):
                 expected = encode(x, bits, signs=signs)
                 assert same(y, decode(*expected, x.shape, dtype))
-            for one, other in zip(parts, expected, strict=True):
-                assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8)), (x.shape, signs)
+            for part, other in zip(parts, expected, strict=True):
+                assert torch.equal(part.cpu().view(torch.uint8), other.view(torch.uint8)), (x.shape, signs)
 
 
 @needs_gpu
@@ -635,8 +637,8 @@ def test_block_codes_of_more_elements_than_an_int32_counts() -> None:
     x = torch.zeros(2**19 + len(tail), 4096, dtype=torch.bfloat16, device="cuda")
     x[-len(tail) :] = tail.cuda()
     codes, scales, shifts = encode(x, 8)
-    for one, other in zip((codes, scales, shifts), encode(tail, 8), strict=True):
-        assert torch.equal(one[-len(other) :].cpu(), other)
+    for each, other in zip((codes, scales, shifts), encode(tail, 8), strict=True):
+        assert torch.equal(each[-len(other) :].cpu(), other)
     y = decode(codes, scales, shifts, x.shape, x.dtype)
     assert same(y[-len(tail) :].cpu(), decode(*encode(tail, 8), tail.shape, tail.dtype))
     assert not y[: -len(tail)].any()
@@ -668,7 +670,7 @@ def test_offload(error: str) -> None:
                 y = F.softplus(layer(y)).sin()
         return y
 
-    found, sizes = [], []
+    results, sizes = [], []
     for offload in (False, "all", "all", 0.5, 2**26):
         for layer in layers:
             layer.zero_grad()
@@ -678,8 +680,8 @@ def test_offload(error: str) -> None:
         torch.cuda.synchronize()
         sizes.append(torch.cuda.memory_allocated() - before)
         y.square().sum().backward()
-        found.append([layer.weight.grad.clone() for layer in layers])
+        results.append([layer.weight.grad.clone() for layer in layers])
         del y
-    assert all(torch.equal(*pair) for one in found[1:] for pair in zip(one, found[0], strict=True))
+    assert all(torch.equal(*pair) for each in results[1:] for pair in zip(each, results[0], strict=True))
     assert max(sizes[1:3]) < 0.6 * sizes[0]  # copies that were on their way at the last look are still there
-    assert all(one.bytes == 0 for one in _made.offloads.values())
+    assert all(offload.bytes == 0 for offload in _made.offloads.values())

@@ -37,12 +37,12 @@ def made(name: str, channels: int = C, **options: Any) -> nn.Module:
 
 
 def gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
-    leaves = [one.detach().requires_grad_() for one in tensors]
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     return torch.autograd.grad(function(*leaves), leaves, dy)
 
 
 def truth(name: str, x: Tensor, numbers: list[Tensor], dy: Tensor, dim: int = -1) -> tuple[Tensor, list[Tensor]]:
-    leaves = [one.detach().double().requires_grad_() for one in (x, *numbers)]
+    leaves = [number.detach().double().requires_grad_() for number in (x, *numbers)]
     y = CASES[name].baseline(leaves[0], *shaped(leaves[1:], x, dim))
     return y.detach(), list(torch.autograd.grad(y, leaves, dy.double()))
 
@@ -61,8 +61,8 @@ def test_gates_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
             assert all(map(same, gradients(function, (g, u), dh), gradients(baseline, (g, u), dh)))
     g, u = halves(torch.float64, 50, 40)
     dh = torch.randn(g.shape, dtype=torch.float64)
-    for one, other in zip(gradients(function, (g, u), dh), gradients(baseline, (g, u), dh), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    for gradient, other in zip(gradients(function, (g, u), dh), gradients(baseline, (g, u), dh), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-13)
 
 
 @every_formula
@@ -75,18 +75,18 @@ def test_formulas(name: str, dtype: torch.dtype) -> None:
     dy, numbers = torch.randn(x.shape).to(dtype), numbers_of(case, C, wide)
     y = call(name, x, numbers)
     assert (y.dtype, y.shape) == (dtype, x.shape)
-    assert same(call(name, x.detach(), [one.detach() for one in numbers]), y)
+    assert same(call(name, x.detach(), [number.detach() for number in numbers]), y)
     expected, (dx_expected, *expected_numbers) = truth(name, x, numbers, dy)
     few = 4 if dtype == wide else 1
     assert bool(((y.double() - expected).abs() <= few * eps * (1 + expected.abs())).all())
-    dx, *found = torch.autograd.grad(y, [x, *numbers], dy, retain_graph=True)
-    assert all(map(torch.equal, torch.autograd.grad(y, [x, *numbers], dy), (dx, *found)))
+    dx, *actual = torch.autograd.grad(y, [x, *numbers], dy, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(y, [x, *numbers], dy), (dx, *actual)))
     assert dx.dtype == dtype
     reach = few * eps * dy.abs().double() * (1 + (dx_expected / dy.double()).abs())
     assert bool(((dx.double() - dx_expected).abs() <= reach + torch.finfo(dtype).tiny).all())
     rtol, atol = (1e-5, 1e-3) if wide == torch.float32 else (1e-12, 1e-10)
-    for one, other in zip(found, expected_numbers, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol)
+    for expected_number, other in zip(actual, expected_numbers, strict=True):
+        torch.testing.assert_close(expected_number.double(), other, rtol=rtol, atol=atol)
 
 
 @every_formula
@@ -111,9 +111,11 @@ def test_layouts(name: str, layout: str) -> None:
             h, dh = gate(name)(x.detach().requires_grad_(), u), torch.randn(x.shape)
             assert same(h, FITS[name][1](x, u))
             assert h.stride() == gate(name)(x, u).stride() == torch.empty_like(x).stride()
-            found, dense = (gradients(gate(name), pair, dh) for pair in ((x, u), (x.contiguous(), u.contiguous())))
-            for one, other in zip(found, dense, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+            actual, dense = (
+                gradients(gate(name), pair, dh) for pair in ((x, u), (x.contiguous(), u.contiguous()))
+            )
+            for grad, other in zip(actual, dense, strict=True):
+                torch.testing.assert_close(grad, other, rtol=1e-6, atol=1e-6)
         return
     case, x = CASES[name], x.double()
     for dim in range(-x.dim(), 0) if case.wide else (-1,):
@@ -124,52 +126,52 @@ def test_layouts(name: str, layout: str) -> None:
         last = len(some) - 1
         for wide in (None, {last}, {*range(last)}) if channels else (None,):
             numbers = [
-                (one.detach().flatten()[0] + torch.linspace(0, 0.2, channels if k in wide else 1)).double()
-                for k, one in enumerate(some)
+                (each.detach().flatten()[0] + torch.linspace(0, 0.2, channels if k in wide else 1)).double()
+                for k, each in enumerate(some)
                 if wide is not None
             ]
-            numbers = [one.requires_grad_() for one in numbers] or some
+            numbers = [number.requires_grad_() for number in numbers] or some
             leaf, dy = x.detach().requires_grad_(), torch.randn(x.shape, dtype=torch.float64)
             y = call(name, leaf, numbers, dim)
             assert y.stride() == torch.empty_like(x).stride() == call(name, x, numbers, dim).stride()
             expected, grads = truth(name, x, numbers, dy, dim)
             torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-            for one, other in zip(torch.autograd.grad(y, [leaf, *numbers], dy), grads, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-9)
+            for grad, other in zip(torch.autograd.grad(y, [leaf, *numbers], dy), grads, strict=True):
+                torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_only_what_is_wanted(name: str) -> None:
-    one = operation(name)
-    tensors = one.tensors(torch.randn(4, C))
+    each = operation(name)
+    tensors = each.tensors(torch.randn(4, C))
     dy = torch.randn_like(tensors[0])
-    every = gradients(one.function, tensors, dy)
+    every = gradients(each.function, tensors, dy)
     for wanted in range(len(tensors)):
         leaves = [part.detach().requires_grad_(i == wanted) for i, part in enumerate(tensors)]
-        (found,) = torch.autograd.grad(one.function(*leaves), leaves[wanted], dy)
-        assert same(found, every[wanted])
+        (actual,) = torch.autograd.grad(each.function(*leaves), leaves[wanted], dy)
+        assert same(actual, every[wanted])
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_autocast_changes_nothing(name: str) -> None:
-    one = operation(name)
+    each = operation(name)
     for dtype in (torch.float32, HALF):
-        x, *others = one.tensors(torch.randn(4, C))
+        x, *others = each.tensors(torch.randn(4, C))
         leaves = [part.to(dtype if name in FITS or part is x else part.dtype) for part in (x, *others)]
         leaves = [part.requires_grad_() for part in leaves]
         with torch.autocast("cpu", torch.bfloat16):
-            y, plain = one.function(*leaves), one.function(*(part.detach() for part in leaves))
-        assert y.dtype == dtype and same(y, plain) and same(y, one.function(*leaves))
-        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
-        assert all(map(same, found, gradients(one.function, leaves, torch.ones_like(y))))
+            y, plain = each.function(*leaves), each.function(*(part.detach() for part in leaves))
+        assert y.dtype == dtype and same(y, plain) and same(y, each.function(*leaves))
+        actual = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        assert all(map(same, actual, gradients(each.function, leaves, torch.ones_like(y))))
 
 
 @pytest.mark.parametrize("name", ["dyt", "swish_beta"])
 def test_numbers_may_change_between_the_passes(name: str) -> None:
     """Backward is that of the numbers that forward had."""
-    one = operation(name)
-    leaves = [part.requires_grad_() for part in one.tensors(torch.randn(4, C))]
-    y = one.function(*leaves)
+    each = operation(name)
+    leaves = [part.requires_grad_() for part in each.tensors(torch.randn(4, C))]
+    y = each.function(*leaves)
     (expected,) = torch.autograd.grad(y.sum(), leaves[0], retain_graph=True)
     with torch.no_grad():
         leaves[1].mul_(3)
@@ -179,7 +181,7 @@ def test_numbers_may_change_between_the_passes(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it, and PyTorch hides it itself
 @pytest.mark.parametrize("name", ["recompute", "recompute_clamped"])
 def test_ops_are_what_they_say(name: str) -> None:
-    g, u = (one.detach().requires_grad_() for one in halves(torch.float32, 4, 60))
+    g, u = (halve.detach().requires_grad_() for halve in halves(torch.float32, 4, 60))
     forward_op(g, g.dtype, gate_module(name)._KEY, u, check=True)
 
 
@@ -202,30 +204,30 @@ def test_learned_numbers_are_saved_once_more_in_float32() -> None:
 
 def test_the_linear_layer_after_a_gate_recomputes_its_input_bit_for_bit() -> None:
     """g and u are outputs of projections, which save no output of their own: 32 bits an element, not 64."""
-    g, u = (one.contiguous() for one in halves(HALF, 64, 1024))
-    down, dy, found = nn.Linear(1024, 8, bias=False, dtype=HALF), torch.randn(64, 8).to(HALF), []
+    g, u = (halve.contiguous() for halve in halves(HALF, 64, 1024))
+    down, dy, results = nn.Linear(1024, 8, bias=False, dtype=HALF), torch.randn(64, 8).to(HALF), []
     for function, context, bits in ((FITS["recompute"][1], nullcontext(), 64), (gate("recompute"), saving(), 32)):
-        leaves = [one.detach().requires_grad_() for one in (g, u)]
+        leaves = [each.detach().requires_grad_() for each in (g, u)]
         with count_saved() as saved, context:
             y = down(function(*leaves))
         assert 8 * (sum(sizes(saved)) - down.weight.nbytes) / g.numel() == bits
-        found.append([y, *torch.autograd.grad(y, [down.weight, *leaves], dy)])
-    assert all(map(same, *found))
+        results.append([y, *torch.autograd.grad(y, [down.weight, *leaves], dy)])
+    assert all(map(same, *results))
 
 
 def test_parameters_are_named_and_start_as_declared() -> None:
     dyt = made("dyt", dim=1)
-    shapes = {name: tuple(one.shape) for name, one in dyt.state_dict().items()}
+    shapes = {name: tuple(each.shape) for name, each in dyt.state_dict().items()}
     assert shapes == {"alpha": (1,), "gamma": (C,), "beta": (C,)}
     assert repr(dyt) == "OwnDyt(6, dim=1)"
-    assert [float(one[0].detach()) for one in dyt.parameters()] == [0.5, 1.0, 0.0]
+    assert [float(parameter[0].detach()) for parameter in dyt.parameters()] == [0.5, 1.0, 0.0]
     with torch.no_grad():
         dyt.alpha += 1
     dyt.reset_parameters()
     assert float(dyt.alpha.detach()) == 0.5
     half = made("dyt", dtype=HALF)
     half(torch.randn(3, C, dtype=HALF)).sum().backward()
-    assert {one.dtype for one in half.parameters()} == {HALF} == {half.gamma.grad.dtype}
+    assert {parameter.dtype for parameter in half.parameters()} == {HALF} == {half.gamma.grad.dtype}
 
 
 def test_no_name_of_modules_is_free() -> None:
@@ -238,24 +240,24 @@ def test_no_name_of_modules_is_free() -> None:
 
 @pytest.mark.parametrize("name", ["dyt", "swish_beta"])
 def test_modules_are_their_functions_copied_and_pickled(name: str) -> None:
-    one, file, x = made(name), io.BytesIO(), torch.randn(2, C)
-    torch.save(one, file)
+    each, file, x = made(name), io.BytesIO(), torch.randn(2, C)
+    torch.save(each, file)
     file.seek(0)
-    for other in (copy.deepcopy(one), torch.load(file, weights_only=False)):
-        assert torch.equal(one(x), other(x)) and torch.equal(one(x), call(name, x, [*one.parameters()]))
+    for other in (copy.deepcopy(each), torch.load(file, weights_only=False)):
+        assert torch.equal(each(x), other(x)) and torch.equal(each(x), call(name, x, [*each.parameters()]))
     g, u = halves(torch.float32, 3, 20)
     assert same(gate_module("recompute").OwnRecompute()(g, u), gate("recompute")(g, u))
 
 
 def test_prelu_is_pytorch_s() -> None:
     """With its parameter's name and, in images, its channels; all but the sum of the weight's gradient exactly."""
-    baseline, one = nn.PReLU(C), made("prelu_channel", dim=1)
-    one.load_state_dict(baseline.state_dict())
+    baseline, each = nn.PReLU(C), made("prelu_channel", dim=1)
+    each.load_state_dict(baseline.state_dict())
     x = torch.randn(4, C, 9, 9, requires_grad=True)
     dy = torch.randn(x.shape)
-    expected, found = (torch.autograd.grad(kind(x), [x, kind.weight], dy) for kind in (baseline, one))
-    assert same(baseline(x), one(x)) and same(expected[0], found[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    expected, actual = (torch.autograd.grad(kind(x), [x, kind.weight], dy) for kind in (baseline, each))
+    assert same(baseline(x), each(x)) and same(expected[0], actual[0])
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 ONES = torch.ones(2)

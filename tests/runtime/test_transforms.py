@@ -43,18 +43,18 @@ WAYS = [
 COMPILED = full(product(OPERATIONS, WAYS), lambda row: row[0] in USUAL or row[1] == WAYS[0])
 
 
-@pytest.mark.parametrize(("name", "way"), COMPILED)
-def test_compiled(name, way):
+@pytest.mark.parametrize(("name", "variant"), COMPILED)
+def test_compiled(name, variant):
     """In one graph, values, gradients, strides and saved bytes are those of eager code."""
-    one, (backend, layout, autocast) = operation(name), way
+    each, (backend, layout, autocast) = operation(name), variant
 
     def casting(*given):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return one.function(*given)
+            return each.function(*given)
 
-    function = casting if autocast == "inside" else one.function
+    function = casting if autocast == "inside" else each.function
     x = LAYOUTS[layout]()
-    tensors, dy, calls = one.tensors(x), torch.randn(x.shape), (function, compiled(function, backend))
+    tensors, dy, calls = each.tensors(x), torch.randn(x.shape), (function, compiled(function, backend))
     (expected, sizes_expected), (result, saved) = (
         passes(f, tensors, dy, autocast=autocast == "outside") for f in calls
     )
@@ -65,11 +65,11 @@ def test_compiled(name, way):
 BUDGETS = full(product(QUICK, (1.0, 0.5, 0.0)), [("gelu_fewbit3", 1.0)])
 
 
-@pytest.mark.parametrize(("one", "budget"), BUDGETS, indirect=["one"])
-def test_compile_with_the_default_backend(one: Generated, budget: float) -> None:
+@pytest.mark.parametrize(("case", "budget"), BUDGETS, indirect=["case"])
+def test_compile_with_the_default_backend(case: Generated, budget: float) -> None:
     """Between two operations that Inductor would like to fuse and recompute: gradients as without it."""
 
-    def f(x: torch.Tensor, function: Callable = one.function) -> torch.Tensor:
+    def f(x: torch.Tensor, function: Callable = case.function) -> torch.Tensor:
         return function(x * 2).sin() + 1
 
     x = torch.randn(64, 1024, requires_grad=True)
@@ -79,7 +79,7 @@ def test_compile_with_the_default_backend(one: Generated, budget: float) -> None
     (dx,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(dx, torch.autograd.grad(f(x).sum(), x)[0])
     if budget == 1.0:  # and the input of sin, which may be the output that is saved
-        assert set(sizes(saved)) == {x.numel() * 4, *one.saved(y)}
+        assert set(sizes(saved)) == {x.numel() * 4, *case.saved(y)}
 
 
 ORDERED = product(OPERATIONS, ("contiguous", "transposed", "channels_last"))
@@ -89,67 +89,67 @@ ORDERS = full(ORDERED, lambda row: row[1] == "contiguous" or row[0] in QUICK)
 @pytest.mark.parametrize(("name", "layout"), ORDERS)
 def test_compile_dynamic_recompiles_once(name, layout):
     torch._dynamo.reset()
-    one, counter = operation(name), CompileCounterWithBackend("aot_eager")
-    function = torch.compile(one.function, fullgraph=True, backend=counter)
+    each, counter = operation(name), CompileCounterWithBackend("aot_eager")
+    function = torch.compile(each.function, fullgraph=True, backend=counter)
     for n in (100, 1366, 1500, 7) if layout == "contiguous" else (8, 9, 30):
         x = torch.randn(n, 6) if layout == "contiguous" else torch.randn(2, n, 4, 5)
         x = x.transpose(1, 2) if layout == "transposed" else x
         x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
-        tensors = one.tensors(x)
-        assert all(map(same, passes(function, tensors)[0], passes(one.function, tensors)[0]))
+        tensors = each.tensors(x)
+        assert all(map(same, passes(function, tensors)[0], passes(each.function, tensors)[0]))
     assert counter.frame_count <= 2
 
 
 @each_kind
-def test_compiled_code_asks_for_gradients_too(one: Generated) -> None:
+def test_compiled_code_asks_for_gradients_too(case: Generated) -> None:
     for needed in (False, True):
         torch._dynamo.reset()
         graphs = EagerAndRecordGraphs()
-        function = torch.compile(one.function, fullgraph=True, backend=graphs)
+        function = torch.compile(case.function, fullgraph=True, backend=graphs)
         for some in (needed, not needed):
             x = torch.randn(30, requires_grad=some)
             assert function(x).requires_grad == some
             assert ("fitact.forward" in graphs.graphs[-1].code) == some
             assert "functorch" not in graphs.graphs[-1].code
-    f, x = one.function, torch.randn(30, 10)
+    f, x = case.function, torch.randn(30, 10)
     changing = compiled(lambda t: f(t).mul_(2), "aot_eager")
-    assert same(changing(x), 2 * one.baseline(x)), "without a gradient the output may change"
+    assert same(changing(x), 2 * case.baseline(x)), "without a gradient the output may change"
     with torch.no_grad():
-        assert same(changing(x.clone().requires_grad_()), 2 * one.baseline(x))
+        assert same(changing(x.clone().requires_grad_()), 2 * case.baseline(x))
 
 
 @kinds("gelu_inverted1")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: str, layout: str) -> None:
+def test_a_change_inside_what_is_compiled(case: Generated, backend: str, change: str, layout: str) -> None:
     """PyTorch's error, in backward or already in the compiler; where codes are all that is saved, the gradient."""
-    f = one.function
+    f = case.function
     function = compiled(lambda t: CHANGES[change](f(t)), backend)
     x = LAYOUTS[layout]().requires_grad_()
-    if one.saves_output:
+    if case.saves_output:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             function(x).sum().backward()
         return
-    y = one.baseline(x.detach()).requires_grad_()
+    y = case.baseline(x.detach()).requires_grad_()
     (dy,) = torch.autograd.grad(CHANGES[change](y * 1).sum(), y)
     (dx,) = torch.autograd.grad(function(x).sum(), x)
-    one.check_gradient(x, y, dy, dx)
+    case.check_gradient(x, y, dy, dx)
 
 
 @kinds(*QUICK, "own_inverted")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
 @pytest.mark.parametrize("shape", [(), (0,), (4, 2500), pytest.param((8192,), marks=pytest.mark.full)], ids=str)
 @EACH_DTYPE
-def test_opcheck(one: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, key = torch.randn(shape).to(dtype), one.key
-    for out in {dtype, torch.bfloat16} if one.saves_output and dtype != torch.float64 else {dtype}:
+def test_opcheck(case: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, key = torch.randn(shape).to(dtype), case.key
+    for out in {dtype, torch.bfloat16} if case.saves_output and dtype != torch.float64 else {dtype}:
         turned = x, None, 1, 0.0, list(reversed(range(x.dim()))), NUMBER[out], key
         torch.library.opcheck(torch.ops.fitact.forward.default, turned)
         y, codes = generated.forward_op(x, out, key, check=True)
         assert (y.dtype, y.shape) == (out, x.shape)
-        assert codes.numel() == sum(one.saved(y)) - (y.nbytes if one.saves_output else 0)
-        saved = y if one.saves_output else None
+        assert codes.numel() == sum(case.saved(y)) - (y.nbytes if case.saves_output else 0)
+        saved = y if case.saves_output else None
         generated.backward_op(torch.ones_like(y), saved, codes, dtype, key, check=True)
 
 
@@ -165,9 +165,9 @@ def test_no_schema_ends_with_an_optional_argument() -> None:
 @each_operation
 def test_vmap(name):
     """Values, and each sample's own gradient of each tensor; under autocast too, and nested."""
-    one, vmap = operation(name), torch.func.vmap
-    for dims in one.batched:
-        given = one.tensors(2 * torch.randn(5, 70))
+    each, vmap = operation(name), torch.func.vmap
+    for dims in each.batched:
+        given = each.tensors(2 * torch.randn(5, 70))
         tensors = [
             part if dim is None else torch.stack([part, part + 0.5, 2 * part], dim)
             for part, dim in zip(given, dims, strict=True)
@@ -178,17 +178,17 @@ def test_vmap(name):
         ]
 
         def loss(*parts):
-            return (one.function(*parts).float() * parts[0].detach().cos()).sum()
+            return (each.function(*parts).float() * parts[0].detach().cos()).sum()
 
-        mapped, derive = vmap(one.function, dims), torch.func.grad(loss, tuple(range(len(tensors))))
+        mapped, derive = vmap(each.function, dims), torch.func.grad(loss, tuple(range(len(tensors))))
         for autocast in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                expected = torch.stack([one.function(*parts) for parts in alone])
+                expected = torch.stack([each.function(*parts) for parts in alone])
                 close(mapped(*tensors), expected)
                 samples = vmap(derive, dims)(*tensors)
                 nested = [sample[0] for sample in vmap(vmap(derive, dims))(*(part[None] for part in tensors))]
             for i, parts in enumerate(alone):
-                own = passes(one.function, parts, parts[0].cos(), autocast=autocast)[0][1:]
+                own = passes(each.function, parts, parts[0].cos(), autocast=autocast)[0][1:]
                 for sample, again, other in zip(samples, nested, own, strict=True):
                     assert sample.dtype == torch.float32
                     close(sample[i], other)
@@ -197,24 +197,24 @@ def test_vmap(name):
         outer = torch.func.grad(lambda *parts, mapped=mapped: mapped(*parts).sum())
         close(outer(*tensors), passes(mapped, tensors)[0][1])
         close(vmap(outer)(*(part[None] for part in tensors))[0], passes(mapped, tensors)[0][1])
-    inner = torch.func.grad(lambda t: (one.function(*given) * t).sum())
-    assert same(inner(given[0]), one.function(*given))
+    inner = torch.func.grad(lambda t: (each.function(*given) * t).sum())
+    assert same(inner(given[0]), each.function(*given))
 
 
 @every_kind
-def test_jacobians(one):
-    f, x = one.function, torch.randn(5, 70) * 2
+def test_jacobians(case):
+    f, x = case.function, torch.randn(5, 70) * 2
     derivative, vmap = run(f, x)[1], torch.func.vmap
     close(torch.func.jacrev(f)(x[0]), torch.diag(derivative[0]))
     close(vmap(torch.func.jacrev(f))(x), torch.diag_embed(derivative))
     y, pullback = torch.func.vjp(f, x)
-    assert same(y, one.baseline(x)) and same(pullback(torch.ones_like(y))[0], derivative)
+    assert same(y, case.baseline(x)) and same(pullback(torch.ones_like(y))[0], derivative)
     for empty in (torch.randn(0, 7), torch.randn(7, 0)):
         assert vmap(f)(empty).shape == empty.shape
     for n in (1, 8192, 2 * 8192 + 77):
         x = torch.randn(3, n)
         squares = vmap(torch.func.grad(lambda t: (f(t) ** 2).sum()))(x)
-        torch.testing.assert_close(squares, run(f, x, 2 * one.baseline(x))[1], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(squares, run(f, x, 2 * case.baseline(x))[1], rtol=1e-4, atol=1e-6)
 
 
 def penalty(f, x):
@@ -250,14 +250,14 @@ FUNCTIONAL = [
 
 @each_operation
 def test_second_derivatives_raise(name):
-    one = operation(name)
-    x, *others = one.tensors(torch.randn(3))
+    each = operation(name)
+    x, *others = each.tensors(torch.randn(3))
 
     def f(t):
-        return one.function(t, *others)
+        return each.function(t, *others)
 
     for derive in (*DERIVED, *FUNCTIONAL):
-        with pytest.raises(RuntimeError, match=f"{one.who}: a second derivative was requested"):
+        with pytest.raises(RuntimeError, match=f"{each.who}: a second derivative was requested"):
             derive(f, x.clone().requires_grad_())
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jvp(f, (x,), (x,))
@@ -266,18 +266,18 @@ def test_second_derivatives_raise(name):
 @each_kind
 @pytest.mark.parametrize("derive", DERIVED)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_second_derivatives_of_compiled_code_raise(one, derive, backend, request):
+def test_second_derivatives_of_compiled_code_raise(case, derive, backend, request):
     """The activation's own error, or that of a compiler that has none."""
-    if backend == "eager" and not one.saves_output and derive in (penalty, twice):
+    if backend == "eager" and not case.saves_output and derive in (penalty, twice):
         reason = "in a graph that is not compiled further nothing ties the gradient of codes to x: 0, silently"
         request.applymarker(pytest.mark.xfail(reason=reason))
     if backend == "aot_eager" and torch.__version__ < (2, 13) and derive in (penalty, twice):
         reason = "before PyTorch 2.13 compiled code lets second derivatives pass as 0, also those of torch.tanh"
         request.applymarker(pytest.mark.xfail(reason=reason))
-    own = f"{one.name}: a second derivative was requested"
+    own = f"{case.name}: a second derivative was requested"
     message = "does not currently support double backward" if backend == "aot_eager" else own
     with pytest.raises(RuntimeError, match=message):
-        derive(compiled(one.function, backend), torch.randn(3, requires_grad=True))
+        derive(compiled(case.function, backend), torch.randn(3, requires_grad=True))
 
 
 def selective(f, *given):
@@ -308,30 +308,32 @@ CHECKED = product(OPERATIONS, CHECKPOINTS, (True, False))
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "autocast"),
+    ("name", "variant", "autocast"),
     full(CHECKED, lambda row: row[0] in USUAL or row[1:] == ("not reentrant", False)),
 )
-def test_checkpoints(name, way, autocast):
-    one = operation(name)
+def test_checkpoints(name, variant, autocast):
+    each = operation(name)
 
     def f(x, *others):
-        return one.function(x.sin(), *others).cos()
+        return each.function(x.sin(), *others).cos()
 
-    tensors = one.tensors(torch.randn(50, 100))
-    found, expected = (passes(call, tensors, autocast=autocast)[0] for call in (partial(CHECKPOINTS[way], f), f))
-    assert all(map(same, found, expected))
+    tensors = each.tensors(torch.randn(50, 100))
+    actual, expected = (
+        passes(call, tensors, autocast=autocast)[0] for call in (partial(CHECKPOINTS[variant], f), f)
+    )
+    assert all(map(same, actual, expected))
 
 
 @each_operation
 def test_nothing_is_saved_without_gradient(name):
     """Nor where no tensor needs one: no activation makes a code, and the result may change in place."""
-    one = operation(name)
-    tensors = one.tensors(torch.randn(10, 12))
-    expected = 2 * passes(one.function, tensors)[0][0]
+    each = operation(name)
+    tensors = each.tensors(torch.randn(10, 12))
+    expected = 2 * passes(each.function, tensors)[0][0]
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         needs = type(context) is not torch.enable_grad
         with context, count_saved() as saved, Operators() as operators:
-            y = one.function(*(part.clone().requires_grad_(needs) for part in tensors))
+            y = each.function(*(part.clone().requires_grad_(needs) for part in tensors))
             assert same(y.mul_(2), expected)
         assert not y.requires_grad and not saved.storages
         assert name not in USUAL or not any(called.startswith("fitact.") for called in operators.names)

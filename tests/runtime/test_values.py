@@ -22,8 +22,8 @@ of_pytorch = pytest.mark.skipif(INTERPRETED, reason="not of device code")
 
 def value_of(formula: Formula, x: torch.Tensor) -> torch.Tensor:
     module = values.module(formula.text)
-    found: torch.Tensor = apply(module._value, x) if INTERPRETED else module._torch_value(x)
-    return found
+    actual: torch.Tensor = apply(module._value, x) if INTERPRETED else module._torch_value(x)
+    return actual
 
 
 @EACH
@@ -43,10 +43,10 @@ def test_value_in_float64(formula: Formula) -> None:
         pytest.skip("reported")
     at = values.few_points()
     true, allowed = values.exact(formula, at), values.allowed(formula, at, torch.float64)
-    found = value_of(formula, torch.from_numpy(at)).numpy()
+    actual = value_of(formula, torch.from_numpy(at)).numpy()
     representable = np.abs(true) < 1e300
-    wrong = representable & ~(np.abs(found - np.where(representable, true, 0.0)) <= allowed)
-    assert not wrong.any(), (formula.text, at[wrong][0], found[wrong][0], true[wrong][0])
+    wrong = representable & ~(np.abs(actual - np.where(representable, true, 0.0)) <= allowed)
+    assert not wrong.any(), (formula.text, at[wrong][0], actual[wrong][0], true[wrong][0])
 
 
 @of_pytorch
@@ -66,11 +66,11 @@ def test_nan_and_infinity(formula: Formula) -> None:
     special = torch.tensor([torch.nan, torch.inf, -torch.inf])
     true = values.truth(formula, special.double().numpy())
     for dtype in DTYPES:
-        found = value_of(formula, special.to(dtype)).double().numpy()
-        assert np.isnan(found[0]) == np.isnan(true[0])
+        actual = value_of(formula, special.to(dtype)).double().numpy()
+        assert np.isnan(actual[0]) == np.isnan(true[0])
         finite = np.isfinite(true[1:])
         eps = 1e-6 if INTERPRETED else float(torch.finfo(dtype).eps)
-        np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=eps, atol=1e-7 * INTERPRETED)
+        np.testing.assert_allclose(actual[1:][finite], true[1:][finite], rtol=eps, atol=1e-7 * INTERPRETED)
 
 
 @EACH
@@ -81,19 +81,19 @@ def test_what_is_reported_is_so(formula: Formula) -> None:
     if values.value_is_reported(formula.text):
         _, at, said = values.named(formula.text, values.VALUE)
         x = values.neighbours(at).double().numpy()
-        found = value_of(formula, torch.from_numpy(x).float()).double().numpy()
+        actual = value_of(formula, torch.from_numpy(x).float()).double().numpy()
         true = values.exact(formula, x)
         limits = values.allowed(Formula(formula.name, formula.text, values.PROMISED, values.LOST), x)
     else:
         _, at, said = values.named(formula.text, values.DERIVATIVE)
         x = values.neighbours(at).double().numpy()
-        found = formula.activation.derivative(x)
+        actual = formula.activation.derivative(x)
         true = np.array(
             [float(values.exact_value(formula.activation.derivative_formula, point, 20)) for point in x.tolist()]
         )
         limits = 1e-7 * np.maximum(1.0, np.abs(true))
     assert np.min(np.abs(true - said)) <= 2e-3 * np.max(np.abs(true))
-    assert np.any(~(np.abs(found - true) <= limits / 2))
+    assert np.any(~(np.abs(actual - true) <= limits / 2))
 
 
 @of_pytorch
@@ -114,9 +114,9 @@ def test_the_reference_of_functions(name: str) -> None:
     if name in ("exp_full", "exp_half", "expm1", "expm1_half", "sinh", "cosh"):
         at = at[np.abs(at) < 700]
     with np.errstate(all="ignore"):
-        found = values.FLOAT64[name](at)
+        actual = values.FLOAT64[name](at)
     true = values.defined(name, at)
-    assert np.all(np.abs(found - true) <= 1e-13 * np.abs(true) + 1e-100)
+    assert np.all(np.abs(actual - true) <= 1e-13 * np.abs(true) + 1e-100)
 
 
 @of_pytorch

@@ -20,7 +20,7 @@ from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support import saving
 from tests.support.around import AROUND
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.models import FAMILIES, MORE, TEXT
 from tests.support.saving import HALF, Operators, agree, both_ways, cast, observed, peaks
 
@@ -180,7 +180,7 @@ def attending(trained: bool = True) -> nn.Module:
         q, k, v = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
         return x + m.o(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
-    return Of(call, qkv=nn.Linear(32, 96), o=nn.Linear(32, 32).requires_grad_(trained))
+    return built(call, qkv=nn.Linear(32, 96), o=nn.Linear(32, 32).requires_grad_(trained))
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
@@ -313,7 +313,7 @@ def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -
         return m.o(weights.to(x.dtype) @ m.v(x))
 
     x, wide, layers = torch.randn(3, 5, 16), torch.randn(2, 200, 16), {name: nn.Linear(16, 16) for name in "qkvo"}
-    before, after = saving.saving_less(lambda: Of(call, **layers), x, wide, dtype=dtype, autocast=autocast)
+    before, after = saving.saving_less(lambda: built(call, **layers), x, wide, dtype=dtype, autocast=autocast)
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)
 
 
@@ -325,7 +325,7 @@ def test_normalised_queries(autocast: bool) -> None:
         q, k, v = (layer(x).view(4, 64, 4, 16).transpose(1, 2) for layer in m.qkv)
         return F.scaled_dot_product_attention(m.norm(q.float()), m.norm(k.float()), v, scale=1.0)
 
-    model = Of(call, qkv=nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), norm=nn.RMSNorm(16))
+    model = built(call, qkv=nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), norm=nn.RMSNorm(16))
     x, weights, gradients = torch.randn(4, 64, 64), torch.randn(4, 4, 64, 16), []
     for context in (nullcontext(), fitact.saving("rounding", bits={"norm": 3, "attention": 8})):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), context:

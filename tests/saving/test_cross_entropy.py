@@ -14,7 +14,7 @@ import fitact
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.saving import loss as by_rows
 from tests.support.around import AROUND
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.peak import peak_memory
 from tests.support.rows import full
 from tests.support.saving import HALF, agree, cast, differences, pair, saving_less
@@ -35,7 +35,7 @@ def model_of(
 
     target = torch.randint(classes, (rows,))
     target[:ignored] = options.get("ignore_index", -100)
-    return Of(call, head=nn.Linear(WIDTH, classes), target=nn.Buffer(given(target)))
+    return built(call, head=nn.Linear(WIDTH, classes), target=nn.Buffer(given(target)))
 
 
 OPTIONS = {}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"ignore_index": 0}
@@ -132,7 +132,7 @@ def test_what_others_read_is_not_overwritten(normed: bool) -> None:
         return F.layer_norm(logits, (7,), m.scale).pow(2).sum() + F.cross_entropy(logits.float(), target)
 
     parts = {"logits": nn.Parameter(torch.randn(42)), "scale": nn.Parameter(torch.ones(7))}
-    baseline, model = agree(lambda: Of(call, **parts))
+    baseline, model = agree(lambda: built(call, **parts))
     assert torch.equal(baseline.logits, model.logits)
 
 

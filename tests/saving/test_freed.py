@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fitact
 from fitact.runtime.measure import Subject, whole_step
 from fitact.runtime.saving import storage
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.peak import peak_memory
 from tests.support.saving import agree, peaks
 
@@ -29,7 +29,7 @@ def block() -> nn.Module:
         return x + m.down(y) * torch.sigmoid(m.more(y))
 
     sizes = {"gate": (64, 128), "up": (64, 128), "down": (128, 64), "more": (128, 64)}
-    return Of(call, norm=nn.LayerNorm(64), **{name: nn.Linear(*size) for name, size in sizes.items()})
+    return built(call, norm=nn.LayerNorm(64), **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -49,7 +49,7 @@ def heads() -> nn.Module:
         return x + m.down(y), early, F.gelu(m.late(normed))
 
     sizes = {"up": (64, 128), "down": (128, 64), "early": (128, 8), "late": (64, 8)}
-    return Of(call, norm=nn.LayerNorm(64), **{name: nn.Linear(*size) for name, size in sizes.items()})
+    return built(call, norm=nn.LayerNorm(64), **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 def of_heads(model: nn.Sequential, x: Tensor) -> list[Tensor]:
@@ -115,7 +115,7 @@ def test_as_soon_as_by_pytorch(call: str, include: str | None, error: str) -> No
             x = CALLS[call](each, x)
         return x
 
-    baseline = Of(forward, blocks=nn.ModuleList(block() for _ in range(3)))
+    baseline = built(forward, blocks=nn.ModuleList(block() for _ in range(3)))
     model = copy.deepcopy(baseline)
     fitact.convert(model, include=include, error=error)
     assert still_there(model, x) <= still_there(baseline, x)
@@ -168,7 +168,7 @@ def test_peak_of_a_scan() -> None:
         return torch.stack(outputs)
 
     x = torch.randn(4, 64, 32)
-    before, after = peaks(agree(lambda: Of(scan, layer=nn.Linear(32, 64)), x=x), x)
+    before, after = peaks(agree(lambda: built(scan, layer=nn.Linear(32, 64)), x=x), x)
     assert after <= before
 
 
@@ -238,7 +238,7 @@ READ: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
 def test_codes_stay_for_all_who_read_them(name: str, error: str) -> None:
     """Each loss has a backward pass of its own, which frees the graph, to the layers that only it has."""
     sizes = {"up": (64, 256), "a": (256, 64), "b": (256, 64)}
-    model = Of(lambda m, x: READ[name](m, x), **{layer: nn.Linear(*size) for layer, size in sizes.items()})
+    model = built(lambda m, x: READ[name](m, x), **{layer: nn.Linear(*size) for layer, size in sizes.items()})
     x, gradients = torch.randn(256, 64), []
     of = [[*model.a.parameters()], [*model.b.parameters()], [*model.up.parameters()]]
     of = of if name != "twice in a function" else [[*model.parameters()][:4]]

@@ -22,7 +22,7 @@ from fitact.generated.swish_beta_recompute import SwishBetaRecompute
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.storage import Stored
 from tests.support.around import AROUND
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.generated import same, sizes
 from tests.support.learned import recomputed
 from tests.support.package import load
@@ -225,7 +225,7 @@ def mlp(act: nn.Module, view: bool = False) -> nn.Module:
         y = m.act(m.fc1(x))
         return m.fc2(y.view(4, -1, 32)).view(-1, 16) if view else m.fc2(y)
 
-    return Of(call, fc1=nn.Linear(16, 32), act=act, fc2=nn.Linear(32, 16))
+    return built(call, fc1=nn.Linear(16, 32), act=act, fc2=nn.Linear(32, 16))
 
 
 @pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "accumulated", "retained"])

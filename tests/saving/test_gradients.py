@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fitact
 from fitact.runtime.measure import Meter, count_saved
 from tests.support import blocks, saving
-from tests.support.blocks import BY_HAND, MLP, MODELS, SMALL, UNITS, WIDE, Of, Read
+from tests.support.blocks import BY_HAND, MLP, MODELS, SMALL, UNITS, WIDE, Read, built
 from tests.support.rows import full
 from tests.support.saving import HALF, X, agree, pair, peaks, precisions, saving_less, train
 
@@ -64,7 +64,7 @@ def gathered(backward: bool, model: Any, x: Tensor) -> Any:
     held: list[Tensor] = []
 
     def note(module: nn.Module, _: Any, y: Tensor) -> None:
-        if type(module).__name__ in ("GELU", "Of", "LayerNorm"):  # which are recomputed
+        if type(module).__name__ in ("GELU", "Built", "LayerNorm"):  # which are recomputed
             held.append(y if backward else y.detach())
 
     with register_module_forward_hook(note):
@@ -249,7 +249,7 @@ def applied(call: Callable[[Tensor], Tensor]) -> nn.Module:
         sums = F.linear(F.gelu(y), weight), F.linear(z, weight), F.linear(both, weight, m.fc2.bias)
         return torch.cat([*sums, F.linear(call(F.gelu(x)), weight) * x.mean()])
 
-    return Of(forward, norm=nn.LayerNorm(WIDE), fc1=nn.Linear(16, WIDE), fc2=nn.Linear(WIDE, WIDE))
+    return built(forward, norm=nn.LayerNorm(WIDE), fc1=nn.Linear(16, WIDE), fc2=nn.Linear(WIDE, WIDE))
 
 
 @precisions
@@ -353,7 +353,7 @@ PRODUCTS: list[Callable[[Tensor, Tensor], Tensor]] = [
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products(product: Callable[..., Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     parts = {"fc1": nn.Linear(16, WIDE), "weight": nn.Parameter(torch.randn(WIDE, WIDE))}
-    model = Of(lambda m, x: product(F.gelu(m.fc1(x)), m.weight), **parts)
+    model = built(lambda m, x: product(F.gelu(m.fc1(x)), m.weight), **parts)
     before, after = saving_less(lambda: model, dtype=dtype, autocast=autocast)
     assert after <= before
 
@@ -364,7 +364,7 @@ def test_chains(count: int) -> None:
 
     def block() -> nn.Module:
         scale = nn.Parameter(torch.full((16,), 0.1))
-        return Of(lambda m, x: x + m.layer(x) * m.scale, layer=nn.Linear(16, 16), scale=scale)
+        return built(lambda m, x: x + m.layer(x) * m.scale, layer=nn.Linear(16, 16), scale=scale)
 
     def make() -> nn.Module:
         blocks = (block() for _ in range(count))
@@ -393,7 +393,7 @@ CAST: dict[str, Callable[[], nn.Module]] = {
     "all but one frozen": partial(mlp, 2, (1, 3)),
     "tied": lambda: nn.Sequential(nn.LayerNorm(16), *[nn.Linear(16, 16), nn.GELU()] * 2),
     # PyTorch casts a leaf once for all of its readers.
-    "readers": lambda: Of(
+    "readers": lambda: built(
         lambda m, x: m.v(F.gelu(m.q(x)) * m.k(x)) + m.v(x), **{name: nn.Linear(16, 16) for name in "qkv"}
     ),
     "convolutions": lambda: nn.Sequential(
@@ -432,7 +432,7 @@ def test_rows_that_are_added_are_not_saved(onto: Callable[[Tensor], Tensor]) -> 
         return y.index_add_(0, index, m.linear(F.gelu(x)))
 
     wide = torch.randn(512, 16)
-    _, after = saving_less(lambda: Of(call, linear=nn.Linear(16, 16)), torch.randn(6, 16), wide)
+    _, after = saving_less(lambda: built(call, linear=nn.Linear(16, 16)), torch.randn(6, 16), wide)
     index = 512 * 2
     assert after == 2 * wide.nbytes + index + 2 * 4  # the input, the first layer's output
 
@@ -461,7 +461,7 @@ def changing(kind: Callable[[], nn.Module], what: str, when: str, frozen: bool) 
         return m.fc2(y) if z is None else z
 
     parts = {"fc1": nn.Linear(16, 16), "act": kind().requires_grad_(not frozen), "fc2": nn.Linear(16, 16)}
-    return Of(call, **parts)
+    return built(call, **parts)
 
 
 @quiet

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
-from tests.support.blocks import CONVOLUTIONS, UNITS, Gemma, Of, RMSNorm, unit
+from tests.support.blocks import CONVOLUTIONS, UNITS, Gemma, RMSNorm, built, unit
 from tests.support.blocks import IMAGES as X
 from tests.support.rows import full
 from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, saving_less
@@ -105,7 +105,7 @@ def test_activations_in_place(act: Callable[..., nn.Module]) -> None:
         return m.last(b) + b.sum() + y.mean()
 
     layers = {"conv": nn.Conv2d(8, 8, 1), "norm": nn.BatchNorm2d(8), "last": nn.Conv2d(8, 4, 1)}
-    agree(lambda: Of(call, **layers, act=act(inplace=True)), x=X[2])
+    agree(lambda: built(call, **layers, act=act(inplace=True)), x=X[2])
 
 
 def test_transposed_and_frozen() -> None:
@@ -171,18 +171,18 @@ def block(norm: Callable[[], nn.Module], after: bool, turned: bool, p: float) ->
         return x
 
     kinds = {"before": norm, "layers": partial(nn.Linear, WIDTH, WIDTH), "after": norm if after else nn.Identity}
-    return Of(call, **{name: nn.ModuleList(make() for _ in range(2)) for name, make in kinds.items()})
+    return built(call, **{name: nn.ModuleList(make() for _ in range(2)) for name, make in kinds.items()})
 
 
 def last() -> nn.Module:
     """Return a sum that is normed, as BERT's; the next block reads what the norm makes of it."""
     parts = {"dense": nn.Linear(WIDTH, WIDTH), "drop": nn.Dropout(0.1), "norm": nn.LayerNorm(WIDTH)}
-    return Of(lambda m, x: m.norm(m.drop(m.dense(x)) + x), **parts)
+    return built(lambda m, x: m.norm(m.drop(m.dense(x)) + x), **parts)
 
 
 def stack(make: Callable[[], nn.Module]) -> nn.Module:
     """Return blocks after the beginning of a residual stream, which under autocast is in float32."""
-    scale = Of(lambda m, x: x * m.weight, weight=nn.Parameter(torch.linspace(0.5, 2, WIDTH)))
+    scale = built(lambda m, x: x * m.weight, weight=nn.Parameter(torch.linspace(0.5, 2, WIDTH)))
     return nn.Sequential(scale, make(), make(), last())
 
 
@@ -214,7 +214,7 @@ def centred() -> nn.Module:
         z = x - x.mean(-1, keepdim=True)
         return m.weight * (z / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()) + m.bias
 
-    return Of(call, weight=nn.Parameter(torch.rand(WIDTH)), bias=nn.Parameter(torch.rand(WIDTH)))
+    return built(call, weight=nn.Parameter(torch.rand(WIDTH)), bias=nn.Parameter(torch.rand(WIDTH)))
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -24,7 +24,7 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.context import baseline
 from fitact.runtime.saving.modules import attach, attaching
 from tests.support import saving
-from tests.support.blocks import CALLS, MLP, MODELS, Of, Read
+from tests.support.blocks import CALLS, MLP, MODELS, Read, built
 from tests.support.saving import X, differences, observed, pair, saved_bytes, train
 
 WIDE = torch.randn(64, 16, 16)
@@ -219,7 +219,7 @@ def test_what_is_steep_reads_no_code(name: str, error: str, most: float, outside
     """Of a residual layer with large numbers before its activation: a code of a sigmoid may be 0."""
     up, x = nn.Linear(64, 256), torch.randn(256, 64)
     up.weight.data.mul_(6)
-    model = Of(lambda m, x: x + m.down(STEEP[name](m.up(x))), up=up, down=nn.Linear(256, 64))
+    model = built(lambda m, x: x + m.down(STEEP[name](m.up(x))), up=up, down=nn.Linear(256, 64))
     gradients, sizes = [], []
     for context in (nullcontext(), fitact.saving(error)):
         hooks = saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
@@ -341,20 +341,20 @@ def test_copies(kind: type[nn.Module], variant: str, given: dict[str, Any]) -> N
         fitact.convert(model, **given)
     assert isinstance(model, kind) and type(model) is not kind and type(model).__name__ == kind.__name__
     assert looks() == looked
-    twin = COPIES[variant](model)
-    assert type(twin) is type(model) and saved_bytes(twin, WIDE) == saved_bytes(model, WIDE) < before
+    copied = COPIES[variant](model)
+    assert type(copied) is type(model) and saved_bytes(copied, WIDE) == saved_bytes(model, WIDE) < before
     expected = observed(model, train, X)
     doubled.load_state_dict({name: 2 * each for name, each in model.state_dict().items()})
-    twin.load_state_dict(doubled.state_dict())
+    copied.load_state_dict(doubled.state_dict())
     fitact.convert(doubled, **given)
-    assert not differences(observed(doubled, train, X), observed(twin, train, X))
+    assert not differences(observed(doubled, train, X), observed(copied, train, X))
     model.zero_grad()
     assert not differences(expected, observed(model, train, X))
     fresh = type(model)()
     assert saved_bytes(fresh, WIDE) == before and not fitact.revert(fresh) and type(fresh) is kind
-    assert fitact.revert(twin) and not fitact.revert(twin)
-    assert type(twin) is kind and vars(twin).keys() == vars(kind()).keys()
-    assert saved_bytes(model, WIDE) < saved_bytes(twin, WIDE) == before
+    assert fitact.revert(copied) and not fitact.revert(copied)
+    assert type(copied) is kind and vars(copied).keys() == vars(kind()).keys()
+    assert saved_bytes(model, WIDE) < saved_bytes(copied, WIDE) == before
 
 
 def test_a_forward_of_the_module_s_own() -> None:

@@ -16,7 +16,7 @@ from fitact.runtime.kernels import reference
 from fitact.runtime.measure import count_saved
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
-from tests.support.blocks import Of
+from tests.support.blocks import built
 from tests.support.saving import both_ways, cast, differences, observed, pair, precisions, saving_less, train
 
 
@@ -77,7 +77,7 @@ def routed(change: bool = False) -> nn.Module:
         return y
 
     parts = {"gate": nn.Linear(WIDTH, EXPERTS), "layer": nn.Linear(WIDTH, WIDTH)}
-    return Of(call, **parts, table=nn.Buffer(torch.arange(EXPERTS).flip(0)))
+    return built(call, **parts, table=nn.Buffer(torch.arange(EXPERTS).flip(0)))
 
 
 @precisions

@@ -29,7 +29,7 @@ from fitact.runtime.saving import ERRORS, quantising
 from fitact.runtime.torch_internals import storage_id
 from tests.support import blocks
 from tests.support.around import AROUND
-from tests.support.blocks import IMAGES, MLP, UNITS, Attention, Of, RMSNorm, hand, repeated
+from tests.support.blocks import IMAGES, MLP, UNITS, Attention, RMSNorm, built, hand, repeated
 from tests.support.models import inputs_of, made
 from tests.support.rows import full
 from tests.support.saving import HALF, Operators, X, cast, differences, gradients, loss_of, pair, saved_bytes_of
@@ -87,7 +87,7 @@ SMALL: dict[str, Callable[[], Example]] = {
     "gelu by hand": partial(unit, partial(MLP, partial(hand, "gelu"))),
     "scores changed": partial(unit, partial(Attention, scores_changed)),
     "repetition changed": lambda: unit(
-        lambda: Of(repetition_changed, fc1=nn.Linear(16, 32), fc2=nn.Linear(32, 16))
+        lambda: built(repetition_changed, fc1=nn.Linear(16, 32), fc2=nn.Linear(32, 16))
     ),
 }
 REAL = [name for name in SHARES if "each" not in name]

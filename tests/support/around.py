@@ -39,10 +39,10 @@ def _in_a_thread(_: Any, loss: Tensor) -> None:
 
 def _partial(model: Any, x: Tensor) -> Any:
     y = model(x)
-    weights = [one for one in model.parameters() if one.ndim >= 2]
+    weights = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     first = [
-        torch.autograd.grad(loss_of(y), one, retain_graph=True)[0]
-        for one in (weights[-1], weights[0], weights[-1])
+        torch.autograd.grad(loss_of(y), each, retain_graph=True)[0]
+        for each in (weights[-1], weights[0], weights[-1])
     ]
     loss_of(y).backward()
     return first
@@ -56,15 +56,15 @@ def _inside(context: Callable[[], Any], model: Any, x: Tensor) -> Tensor:
 def _hooked(model: Any, x: Tensor) -> Any:
     """Hooks see what they saw, forward and backward, and may replace outputs."""
     seen: list[Any] = []
-    for name, one in model.named_modules():
-        if type(one).__name__ in ("GELU", "SiLU", "Dropout", "LayerNorm", "RMSNorm", "Linear"):
-            one.register_forward_hook(
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("GELU", "SiLU", "Dropout", "LayerNorm", "RMSNorm", "Linear"):
+            module.register_forward_hook(
                 lambda _, given, y, name=name: seen.append((name, given[0].shape, y.detach()))
             )
-            one.register_full_backward_hook(lambda _, dx, dy, name=name: seen.append((name, dx[0], dy[0])))
-    for norm in [one for one in model.modules() if "Norm" in type(one).__name__][:1]:
+            module.register_full_backward_hook(lambda _, dx, dy, name=name: seen.append((name, dx[0], dy[0])))
+    for norm in [module for module in model.modules() if "Norm" in type(module).__name__][:1]:
         norm.register_forward_hook(lambda _, __, y: y * 1.5)
-    return train(model, x), sorted(seen, key=lambda one: one[0])
+    return train(model, x), sorted(seen, key=lambda each: each[0])
 
 
 def _checkpointed(model: Any, x: Tensor, **how: Any) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .built import built
 
 WIDE = 48
-Of = built  # its name in tests of saving and of the compiler
 
 
 def read_by(norm: nn.Module, *layers: nn.Module) -> nn.Module:
@@ -96,7 +95,7 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.pre(x)
-        g, u = self.both[0](z).chunk(2, dim=-1)[:: self.halves] if self.halves else [one(z) for one in self.both]
+        g, u = self.both[0](z).chunk(2, dim=-1)[:: self.halves] if self.halves else [each(z) for each in self.both]
         return x + self.out(self.drop(self.act(g) * u))
 
 
@@ -211,7 +210,7 @@ class Attention(nn.Module):
         self.register_buffer("angles", torch.arange(64.0)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0] * 4))
 
     def rotated(self, x: Tensor) -> Tensor:
-        cos, sin = (one[: x.shape[-2]].to(x.dtype) for one in (self.angles.cos(), self.angles.sin()))
+        cos, sin = (each[: x.shape[-2]].to(x.dtype) for each in (self.angles.cos(), self.angles.sin()))
         first, second = x[..., :8], x[..., 8:]
         return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
 

@@ -111,13 +111,13 @@ def supremum(function: Function, low: float, high: float) -> float:
     at = np.linspace(np.nextafter(low, high), np.nextafter(high, low), 4001)
     values = np.abs(function(at))
     i = int(values.argmax())
-    found = optimize.minimize_scalar(
+    actual = optimize.minimize_scalar(
         lambda x: -abs(float(function(np.float64(x)))),
         bounds=(at[max(i - 1, 0)], at[min(i + 1, 4000)]),
         method="bounded",
         options={"xatol": 1e-13},
     )
-    return max(values[i], -found.fun)
+    return max(values[i], -actual.fun)
 
 
 def quad(function: Function, points: Sequence[float]) -> float:

@@ -52,19 +52,19 @@ def special(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x.repeat(len(x)), x.repeat_interleave(len(x))
 
 
-def near(one: torch.Tensor, other: torch.Tensor, reach: torch.Tensor) -> None:
+def near(each: torch.Tensor, other: torch.Tensor, reach: torch.Tensor) -> None:
     """Up to three roundings apart, at numbers that are not subnormal; and special where the other is.
 
     Where a derivative has a root, what is added up cancels: a millionth of `reach` is allowed too.
     """
     if not other.numel():  # not wanted, or nothing there
-        assert not one.numel()
+        assert not each.numel()
         return
-    dtype = one.dtype
-    assert (dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    dtype = each.dtype
+    assert (dtype, each.shape, each.stride()) == (other.dtype, other.shape, other.stride())
     # the largest number and infinity are one truncation apart
     wide = other.double().abs() < torch.finfo(dtype).max / 2
     tiny = 4 * torch.finfo(dtype).smallest_normal
-    a, b = one.double()[wide], other.double()[wide]
+    a, b = each.double()[wide], other.double()[wide]
     assert bool(((a - b).abs() <= 4 * EPS[dtype] * b.abs() + 1e-6 * reach[wide] + tiny).all())
-    assert torch.equal(one.isnan(), other.isnan())
+    assert torch.equal(each.isnan(), other.isnan())

@@ -262,5 +262,5 @@ def load(fit: AnyFit) -> ModuleType:
 
 def each_of(ones: Callable[[], Sequence[Generated]], only: set[str] | None = None) -> pytest.MarkDecorator:
     """Parametrise `one` by activations; those not in `only` run in the full product alone."""
-    rows = full(ones(), lambda one: only is None or one.name in only)
-    return pytest.mark.parametrize("one", rows, ids=lambda one: one.name)
+    rows = full(ones(), lambda each: only is None or each.name in only)
+    return pytest.mark.parametrize("case", rows, ids=lambda each: each.name)

@@ -70,13 +70,13 @@ def paper(approximant: Any, y: np.ndarray, anchor: float) -> np.ndarray:
 
 def chain(at: float, steps: int, kind: type[np.floating]) -> np.ndarray:
     """A number and the next ones on each side."""
-    found = [kind(at)]
+    actual = [kind(at)]
     for side in (-np.inf, np.inf):
         beside = kind(at)
         for _ in range(steps):
             beside = np.nextafter(beside, kind(side))
-            found.append(beside)
-    return np.array(found)
+            actual.append(beside)
+    return np.array(actual)
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,25 @@ class Inverse(Generated):
 
     def lost(self, y: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
         """What roundings may make of it: a few units of the largest terms, and no more than fits the dtype."""
-        found, lost = self._evaluated(y, code)
+        actual, lost = self._evaluated(y, code)
         most = self.error(y.dtype) if self.own else LOST[y.dtype]
-        return torch.minimum(lost, most * found.abs().clamp(min=1))
+        return torch.minimum(lost, most * actual.abs().clamp(min=1))
 
     def _evaluated(self, y: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         unit = 2.0**-53 if y.dtype == torch.float64 else 2.0**-24
-        at, found, lost = y.detach().double().numpy(), np.full(y.shape, np.nan), np.zeros(y.shape)
+        at, actual, lost = y.detach().double().numpy(), np.full(y.shape, np.nan), np.zeros(y.shape)
         for c, approximant in enumerate(self.fit["approximants"][_name(y.dtype)]):
             own = code.numpy() == c
             if approximant["kind"] == "quotient":
-                found[own], sizes = _quotient(approximant, at[own])
+                actual[own], sizes = _quotient(approximant, at[own])
                 lost[own] = 8 * unit * sizes
             else:  # the numbers of kernels are float32, and beside its minimum a radical tells
                 anchor = (
                     approximant["anchor"] if y.dtype == torch.float64 else float(np.float32(approximant["anchor"]))
                 )
-                found[own] = paper(approximant, at[own], anchor)
+                actual[own] = paper(approximant, at[own], anchor)
                 lost[own] = 64 * unit
-        return torch.from_numpy(found), torch.from_numpy(lost)
+        return torch.from_numpy(actual), torch.from_numpy(lost)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """A sample is dense at the minimum, with subnormals and huge numbers."""

@@ -46,12 +46,12 @@ USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fe
 
 @cache
 def kind(name: str) -> Generated:
-    return OWN[name]() if name in OWN else next(one for one in every() if one.name == name)
+    return OWN[name]() if name in OWN else next(each for each in every() if each.name == name)
 
 
 def kinds(*quick: str) -> pytest.MarkDecorator:
     """Parametrise the fixture `one` by each kind; all but the quick ones run in the full product alone."""
-    return pytest.mark.parametrize("one", full(USUAL, quick), indirect=True)
+    return pytest.mark.parametrize("case", full(USUAL, quick), indirect=True)
 
 
 each = partial(each_of, every)
@@ -92,7 +92,7 @@ def operation(name: str) -> Operation:
         return Operation(
             case.fit.name,
             getattr(learned_module(name), case.fit.name),
-            lambda x: [one.detach() for one in numbers_of(case, x.shape[-1], torch.float32)],
+            lambda x: [each.detach() for each in numbers_of(case, x.shape[-1], torch.float32)],
             ((0, *repeat(None, len(numbers))),),
         )
     return Operation(name, kind(name).function)
@@ -100,7 +100,7 @@ def operation(name: str) -> Operation:
 
 def passes(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor | None = None, autocast=False):
     """The value and the gradients of leaves, and the bytes of each storage that is saved."""
-    leaves = [one.detach().clone(memory_format=torch.preserve_format).requires_grad_() for one in tensors]
+    leaves = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for tensor in tensors]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), count_saved() as saved:
         y = function(*leaves)
     y.backward(torch.ones_like(y) if dy is None else dy.to(y.dtype))

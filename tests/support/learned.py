@@ -79,10 +79,10 @@ def numbers_of(case: Case, channels: int, dtype: torch.dtype) -> list[torch.Tens
     generator = torch.Generator().manual_seed(0)
     numbers = [(number.start, channels if number.channel else 1) for number in case.fit.activation.numbers]
     draws = (start + 0.1 * torch.randn(size, generator=generator, dtype=dtype) for start, size in numbers)
-    return [one.requires_grad_() for one in draws]
+    return [draw.requires_grad_() for draw in draws]
 
 
 def shaped(numbers: Sequence[torch.Tensor], x: torch.Tensor, dim: int) -> list[torch.Tensor]:
     """Numbers of channels as they meet x along a dimension."""
     after = x.dim() - (dim % x.dim()) - 1 if x.dim() else 0
-    return [one.reshape(-1, *(1,) * after) if one.numel() > 1 else one.reshape(()) for one in numbers]
+    return [number.reshape(-1, *(1,) * after) if number.numel() > 1 else number.reshape(()) for number in numbers]

@@ -42,7 +42,7 @@ class SimulatedLink:
         self._there: dict[str, list[Callable[[], Tensor | None]]] = {"to host": [], "to device": []}
 
     def alive(self, name: str) -> list[Tensor]:
-        return [one for held in self._there[name] if (one := held()) is not None]
+        return [each for held in self._there[name] if (each := held()) is not None]
 
     def compute(self, seconds: float) -> None:
         self._until(self.now + seconds)
@@ -67,7 +67,7 @@ class SimulatedLink:
     def to_host(self, memory: Tensor) -> tuple[Tensor, Any]:
         copy = torch.full_like(memory, 255)
         copied = self._copied("to host", copy, memory)
-        self.most = max(self.most, sum(one.nbytes for one in self.alive("to host")))
+        self.most = max(self.most, sum(each.nbytes for each in self.alive("to host")))
         return copy, copied
 
     def to_device(self, copy: Tensor) -> tuple[Tensor, Any]:

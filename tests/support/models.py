@@ -82,8 +82,8 @@ def _model(name: str) -> nn.Module:
     made: nn.Module = head.from_config(config, **how)
     if name in NEWER:  # some weights are drawn by nobody
         with torch.no_grad():
-            for one in made.parameters():
-                one.copy_(0.05 * torch.randn_like(one) + (one.ndim == 1))
+            for parameter in made.parameters():
+                parameter.copy_(0.05 * torch.randn_like(parameter) + (parameter.ndim == 1))
     return made
 
 
@@ -127,7 +127,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def inputs_of(name: str, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
     batch = batch_of(name.partition(" ")[0], **sizes)
-    return {key: one.to(dtype) if one.is_floating_point() else one for key, one in batch.items()}
+    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in batch.items()}
 
 
 def step(

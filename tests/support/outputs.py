@@ -58,8 +58,8 @@ class Output(Generated):
 
     def derivative(self, y: torch.Tensor) -> torch.Tensor:
         space = {"where": _where, "expm1": torch.expm1, "sqrt": torch.sqrt, "cosh": torch.cosh}
-        found: torch.Tensor = eval(self.closed or CLOSED[self.plain][1], space | {"y": y.detach().double()})
-        return found
+        actual: torch.Tensor = eval(self.closed or CLOSED[self.plain][1], space | {"y": y.detach().double()})
+        return actual
 
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
         """dy · g(y) in float64, up to roundings of float32 (of float64 for float64) and the last one.

@@ -81,7 +81,7 @@ def stepped(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: one.grad for name, one in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def observed(model: nn.Module, step: Step, x: Tensor, seed: int = 3) -> Any:
@@ -101,9 +101,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         alike = a.dtype == b.dtype and a.shape == b.shape
         return [] if alike and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)) else [path]
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [one for key in a for one in differences(a[key], b[key], f"{path}.{key}")]
+        return [difference for key in a for difference in differences(a[key], b[key], f"{path}.{key}")]
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
-        return [one for i in range(len(a)) for one in differences(a[i], b[i], f"{path}.{i}")]
+        return [difference for i in range(len(a)) for difference in differences(a[i], b[i], f"{path}.{i}")]
     return [] if type(a) is type(b) and a == b else [f"{path}: {a!r:.80}, {b!r:.80}"]
 
 
@@ -121,13 +121,13 @@ def agree(
     """
     models = pair(make, dtype)
     with cast(autocast):
-        expected, found = (observed(one, step, x.to(dtype), seed=0) for one in models)
+        expected, actual = (observed(model, step, x.to(dtype), seed=0) for model in models)
     assert raises != "none" or not isinstance(expected, str), expected
     if isinstance(expected, str):  # the texts differ: they name operations
-        assert isinstance(found, str)
-    elif not (raises == "copy" and isinstance(found, str)):
-        assert not differences(expected, found)
-    assert not differences(*(dict(one.named_buffers()) for one in models))
+        assert isinstance(actual, str)
+    elif not (raises == "copy" and isinstance(actual, str)):
+        assert not differences(expected, actual)
+    assert not differences(*(dict(model.named_buffers()) for model in models))
     return models
 
 
@@ -170,10 +170,12 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 def saves(models: tuple[Any, Any], x: Tensor, autocast: torch.dtype | None = None) -> tuple[int, int]:
     with cast(autocast):
-        before, after = (saved_bytes(one, x) for one in models)
+        before, after = (saved_bytes(model, x) for model in models)
     return before, after
 
 
 def peaks(models: tuple[Any, Any], x: Tensor, call: Step = lambda model, x: model(x)) -> tuple[int, int]:
-    before, after = (peak_memory(lambda one=one: call(one, x).sum().backward(), one)["total"] for one in models)
+    before, after = (
+        peak_memory(lambda each=each: call(each, x).sum().backward(), each)["total"] for each in models
+    )
     return before, after

@@ -19,10 +19,10 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
         path = Path(os.environ["FITACT_TESTS_SHARED"], key)
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
-        found = function(*arguments)
+        actual = function(*arguments)
         own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(found), encoding="utf-8")
+        own.write_text(json.dumps(actual), encoding="utf-8")
         os.replace(own, path)
-        return found
+        return actual
 
     return call

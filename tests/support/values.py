@@ -186,8 +186,8 @@ def _at_points(formula: Formula) -> tuple[Array, Array]:
     return true, allowed(formula, at, middle=true)
 
 
-def check(formula: Formula, found: torch.Tensor, x: torch.Tensor, limit: float = LIMIT) -> None:
-    assert found.dtype == x.dtype and found.shape == x.shape
+def check(formula: Formula, actual: torch.Tensor, x: torch.Tensor, limit: float = LIMIT) -> None:
+    assert actual.dtype == x.dtype and actual.shape == x.shape
     at = x.double().numpy()
     known = points(torch.float32).double().numpy()
     index = np.searchsorted(known, at).clip(max=len(known) - 1)
@@ -198,7 +198,7 @@ def check(formula: Formula, found: torch.Tensor, x: torch.Tensor, limit: float =
         error = allowed(formula, at, x.dtype, true)
     error = np.where(np.isfinite(true), error, 0.0)
     low, high = (torch.from_numpy(true + d).to(x.dtype).double().numpy() for d in (-error, error))
-    result = found.double().numpy()
+    result = actual.double().numpy()
     wrong = ~((result >= low) & (result <= high)) & (np.abs(true) <= limit)
     lines = [f"at {at[i]!r}: {result[i]!r}, not {true[i]!r} ± {error[i]:.1e}" for i in np.flatnonzero(wrong)]
     assert not lines, "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], *lines[-4:]])
@@ -291,7 +291,7 @@ def function_points(name: str, kind: type = np.float32) -> Array:
     return line[(line >= low) & (line <= high)]
 
 
-def worst(found: Array, true: Array, kind: type = np.float32, slack: Array | float = 0.0) -> tuple[float, int]:
+def worst(actual: Array, true: Array, kind: type = np.float32, slack: Array | float = 0.0) -> tuple[float, int]:
     """Return the largest error in units in the last place, and where it is.
 
     `slack` ulp are passed at each point, and absolute errors of the smallest normal number. Infinity is as good
@@ -300,9 +300,9 @@ def worst(found: Array, true: Array, kind: type = np.float32, slack: Array | flo
     info = np.finfo(kind)
     with np.errstate(all="ignore"):
         ulp = np.spacing(np.maximum(np.abs(true), info.tiny).astype(kind)).astype(np.float64)
-        error = np.abs(found - true) - float(info.tiny)
+        error = np.abs(actual - true) - float(info.tiny)
         error = np.maximum(np.where(np.isnan(error), np.inf, error), 0.0) / ulp - slack
-        same = (found == true) | (np.isinf(found) & (np.abs(true) > float(info.max)) & (found * true > 0))
+        same = (actual == true) | (np.isinf(actual) & (np.abs(true) > float(info.max)) & (actual * true > 0))
         error = np.where(same, 0.0, error)
     i = int(np.argmax(error))
     return float(error[i]), i
