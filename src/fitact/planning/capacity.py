@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from math import prod
 
 TRIES = 6  # sizes from the polynomial, before the middle of what is left is tried
 REACH = 8  # how many times the largest size measured the polynomial is trusted
@@ -39,25 +41,17 @@ class Curve:
 
     def at(self, size: int) -> float:
         """Return the polynomial's value, by Lagrange's formula."""
-        total = 0.0
-        for a, value in self.nodes.items():
-            factor = 1.0
-            for b in self.nodes:
-                if b != a:
-                    factor *= (size - b) / (a - b)
-            total += value * factor
-        return total
+        return sum(
+            value * prod((size - b) / (a - b) for b in self.nodes if b != a) for a, value in self.nodes.items()
+        )
 
     def solve(self, room: float) -> int:
         """Return the largest size, up to the limit, where the polynomial is at most `room`; 0 if none."""
-        low, high = 0, 1
-        while (self.limit is None or high <= self.limit) and self.at(high) <= room and high < 2**40:
-            low, high = high, 2 * high
-        high = high if self.limit is None else min(high, self.limit + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.at(middle) <= room else (low, middle)
-        return low
+        most = 2**40 - 1 if self.limit is None else self.limit
+        high = 1
+        while high <= most and self.at(high) <= room:
+            high *= 2
+        return high // 2 + bisect(range(high // 2 + 1, min(high, most + 1)), room, key=self.at)
 
     def largest(self, room: int) -> int:
         """Return the largest size that fits; 0 if none. It and the next size, which does not fit, are measured.

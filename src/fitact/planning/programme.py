@@ -19,7 +19,8 @@ waits for the link is measured among blocks like itself, and is a part of its se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import attrgetter, le
 from typing import Any
 
 import numpy as np
@@ -73,26 +74,12 @@ class Stage:
 
     def useful(self) -> list[int]:
         """Return the options that no other one beats or equals in all four numbers."""
-        numbers = [(option.saved, option.high, option.seconds, option.host) for option in self.options]
-
-        def beats(i: int, j: int) -> bool:
-            return all(a <= b for a, b in zip(numbers[i], numbers[j], strict=True)) and (
-                numbers[i] != numbers[j] or i < j
-            )
-
-        every = range(len(numbers))
-        return [j for j in every if not any(beats(i, j) for i in every if i != j)]
-
-
-Counts = tuple[tuple[int, ...], ...]  # for each stage and option, of how many blocks
-
-
-def arranged(stages: Sequence[Stage], counts: Counts) -> list[list[int]]:
-    """Return the option of each block of each stage, in the order with the lowest peak."""
-    return [
-        [i for i in stage.order() for _ in range(numbers[i])]
-        for stage, numbers in zip(stages, counts, strict=True)
-    ]
+        numbers = [astuple(option) for option in self.options]
+        return [
+            i
+            for i, own in enumerate(numbers)
+            if numbers.index(own) == i and not any(other != own and all(map(le, other, own)) for other in numbers)
+        ]
 
 
 def peak(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> int:
@@ -135,10 +122,9 @@ def fastest(stages: Sequence[Stage], room: int, host: int = 0) -> list[list[int]
     """
     limit = room
     for _ in range(8):
-        solved = _solved(stages, limit, host)
-        if solved is None:
+        options = _solved(stages, limit, host)
+        if options is None:
             return None
-        options = arranged(stages, solved)
         over = peak(stages, options) - room
         if over <= 0:
             return options
@@ -148,10 +134,7 @@ def fastest(stages: Sequence[Stage], room: int, host: int = 0) -> list[list[int]
 
 def least(stages: Sequence[Stage], host: int = 0) -> int:
     """Return the lowest peak of all options that pin no more than `host` bytes, to a millionth."""
-    none = [
-        min(range(len(stage.options)), key=[option.host for option in stage.options].__getitem__)
-        for stage in stages
-    ]
+    none = [stage.options.index(min(stage.options, key=attrgetter("host"))) for stage in stages]
     low, high = 0, peak(stages, [[i] * stage.count for i, stage in zip(none, stages, strict=True)])
     while high - low > high // TOLERANCE:
         middle = (low + high) // 2
@@ -160,70 +143,51 @@ def least(stages: Sequence[Stage], host: int = 0) -> int:
     return high
 
 
-def _solved(stages: Sequence[Stage], room: int, host: int) -> Counts | None:
-    """Solve the programme; bytes and seconds are scaled to numbers near 1.
+def _solved(stages: Sequence[Stage], room: int, host: int) -> list[list[int]] | None:
+    """Solve the programme, and return the option of each block of each stage, in the order with the lowest peak.
 
-    Variables: for each stage and option the number n of blocks, an integer, and whether there are any, u.
+    Variables: for each stage and option the number n of blocks, an integer, and whether there are any, u. Bytes
+    and seconds are scaled to numbers near 1.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    places: list[list[int]] = []
-    total = 0
-    for stage in stages:
-        places.append(list(range(total, total + len(stage.options))))
-        total += len(stage.options)
+    total = sum(len(stage.options) for stage in stages)
+    places = np.split(np.arange(total), np.cumsum([len(stage.options) for stage in stages])[:-1])
+    unit = np.eye(2 * total)  # a row for each variable: first each n, then each u
     scale = max(room, 1)
-    rows: list[Any] = []
-    lower: list[float] = []
-    upper: list[float] = []
-
-    def constrain(row: Any, low: float, high: float) -> None:
-        rows.append(row)
-        lower.append(low)
-        upper.append(high)
-
+    constraints: list[tuple[Any, float, float]] = []  # each a row, and its bounds
     before = np.zeros(2 * total)  # bytes saved by earlier stages
     grads = sum(stage.count * stage.grads for stage in stages)
     worst = 0  # the most that they can save
     for stage, place in zip(stages, places, strict=True):
-        row = np.zeros(2 * total)
-        row[place] = 1
-        constrain(row, stage.count, stage.count)
+        constraints.append((unit[place].sum(axis=0), stage.count, stage.count))
         grads -= stage.count * stage.grads
-        ahead = before.copy()  # saved and given up by the blocks before, of this stage too
+        ahead = before  # saved and given up by the blocks before, of this stage too
         useful, most = stage.useful(), 0
         for i in stage.order():
+            option, n, u = stage.options[i], unit[place[i]], unit[total + place[i]]
             if i not in useful:
-                unused = np.zeros(2 * total)
-                unused[place[i]] = 1
-                constrain(unused, 0, 0)
+                constraints.append((n, 0, 0))
                 continue
-            option, n, u = stage.options[i], place[i], total + place[i]
-            link = np.zeros(2 * total)
-            link[n], link[u] = 1, -stage.count
-            constrain(link, -np.inf, 0)
+            constraints.append((n - stage.count * u, -np.inf, 0))
             base = grads + (stage.count - 1) * stage.grads + option.high
             gain = option.saved - stage.grads
             most = max(most, gain)
             big = max(0, worst + stage.count * most + base + max(-gain, 0) - room)  # lifts the limit where u is 0
-            first = ahead.copy()
-            first[u] += big
-            constrain(first / scale, -np.inf, (room - base + big) / scale)
-            ahead[n] += gain
-            last = ahead.copy()
-            last[u] += big
-            constrain(last / scale, -np.inf, (room - base + gain + big) / scale)
-        for i in place:
-            before[i] += stage.options[i - place[0]].saved
-        worst += stage.count * max(option.saved for option in stage.options)
-    pinned = np.array([option.host for stage in stages for option in stage.options], dtype=float)
+            constraints.append(((ahead + big * u) / scale, -np.inf, (room - base + big) / scale))
+            ahead = ahead + gain * n
+            constraints.append(((ahead + big * u) / scale, -np.inf, (room - base + gain + big) / scale))
+        saved = [option.saved for option in stage.options]
+        before = before + saved @ unit[place]
+        worst += stage.count * max(saved)
+    each = [(option.seconds, option.host) for stage in stages for option in stage.options]
+    times, pinned = np.array(each).T @ unit[:total]
     if pinned.any():
-        constrain(np.concatenate([pinned, np.zeros(total)]) / max(host, 1), -np.inf, host / max(host, 1))
-    times = np.array([option.seconds for stage in stages for option in stage.options])
-    unit = max(float(times.max()), 1e-30)
+        constraints.append((pinned / max(host, 1), -np.inf, host / max(host, 1)))
+    rows, lower, upper = zip(*constraints, strict=True)
     bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)
     result = milp(
-        np.concatenate([times / unit, np.zeros(total)]),
+        times / max(float(times.max()), 1e-30),
         constraints=LinearConstraint(np.array(rows), lower, upper),
         bounds=Bounds(0, bounds),
         integrality=np.ones(2 * total),
@@ -233,5 +197,8 @@ def _solved(stages: Sequence[Stage], room: int, host: int) -> Counts | None:
         if result.status != 2:  # it is not that nothing fits
             raise JobError(f"the integer programme could not be solved: {result.message}")
         return None
-    numbers = np.rint(result.x[:total]).astype(int)
-    return tuple(tuple(int(numbers[i]) for i in place) for place in places)
+    counts = np.rint(result.x).astype(int)
+    return [
+        [i for i in stage.order() for _ in range(counts[place[i]])]
+        for stage, place in zip(stages, places, strict=True)
+    ]
