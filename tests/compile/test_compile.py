@@ -225,8 +225,11 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert saved <= TOKENS * (1024 * BYTES + 8) + 2 * 2 * 256 * 1024
 
 
-# PyTorch's compiler looks at the gradient of a tensor that is no leaf
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# PyTorch's compiler looks at the gradient of a tensor that is no leaf.
+NO_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@NO_LEAF
 def test_graph_breaks_and_accumulation() -> None:
     def call(m: Any, x: Tensor) -> Tensor:
         x = m.block(x)
@@ -240,6 +243,7 @@ def test_graph_breaks_and_accumulation() -> None:
     assert len(fitact.compile_report(compiled).graphs) == 2
 
 
+@NO_LEAF
 def test_regional_and_by_hand() -> None:
     """`module.compile` and `torch.compile` take the options."""
     model = made(Gelu, Gelu)
