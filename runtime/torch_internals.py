@@ -163,10 +163,6 @@ def running_call() -> int | None:
     return None if node is None else calls_of(node)
 
 
-# Whether the graph stays after the backward pass that runs now, and may run again; True if none runs.
-graph_stays: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
 # A context in which modes of `torch.overrides` see no operation; there is no public one.
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 

@@ -24,7 +24,8 @@ STEEP = (
     *(aten.log.default, aten.log2.default, aten.log10.default, aten.sqrt.default, aten.rsqrt.default),
     *(aten.reciprocal.default, aten.acos.default, aten.acosh.default, aten.asin.default, aten.atanh.default),
     *(aten.sin.default, aten.cos.default, aten.tan.default),  # an error of half a per cent may be a period
-    *(aten.remainder.Scalar, aten.fmod.Scalar, aten.lgamma.default, aten.digamma.default),
+    *(aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar, aten.fmod.Tensor),
+    *(aten.lgamma.default, aten.digamma.default),
 )
 SOFTMAX = "of a softmax"
 

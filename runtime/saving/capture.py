@@ -74,7 +74,7 @@ class Capture(TorchFunctionMode):
         self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else Hooks(*outer) if outer else None
         self._observer = observer.get()
         self._pack = self.pack if self._observer is None else self._observed
-        self._context = saved_tensors_hooks(self._pack, self.unpack)
+        self._context = saved_tensors_hooks(self._pack, unpack)
         self._first_call = next_call()
         self.current: Call | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
@@ -256,12 +256,6 @@ class Capture(TorchFunctionMode):
         mark.add(stored)
         return stored
 
-    @staticmethod
-    def unpack(saved: Stored | Reading) -> Tensor:
-        """Return what autograd saved."""
-        free_passed()
-        return saved.unpack()
-
     def store(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor, and say so on the mark of its memory.
 
@@ -410,6 +404,12 @@ class Capture(TorchFunctionMode):
         like = [argument for argument in arguments if argument.shape == copy.shape and not argument.requires_grad]
         wide = len(like) == 1 and is_parameter(like[0]) and like[0].dtype == torch.float32
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def unpack(saved: Stored | Reading) -> Tensor:
+    """Return what autograd saved."""
+    free_passed()
+    return saved.unpack()
 
 
 def _of_shape(tensor: Tensor) -> Tensor:

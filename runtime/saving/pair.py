@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from fitact.runtime.torch_internals import base_of, break_graph, version_of_saved, without_torch_function
 
-from .capture import Capture, is_plain
+from .capture import Capture, is_plain, unpack
 from .offload import Amount, offload_hooks
 from .quantising import DTYPES, FEW, STATISTIC, policy_of
 from .recompute import Reading
@@ -55,7 +55,7 @@ def hooks(bits: int | None = 8, offload: Amount = False) -> Pair:
     """
     context = WithoutMode(policy_of("exact", bits).get("norm"))
     context.hooks = offload_hooks(offload)  # and none that are on here: the pair is used elsewhere
-    return context.pack, context.unpack
+    return context.pack, unpack
 
 
 def checkpoint(
@@ -100,7 +100,7 @@ def checkpoint(
     def run(*given: Any, **others: Any) -> Any:
         return function(*given[:n], **dict(zip(names, given[n:], strict=True)), **others)
 
-    with saved_tensors_hooks(context.pack, context.unpack):
+    with saved_tensors_hooks(context.pack, unpack):
         return checkpointed(run, *args, use_reentrant=use_reentrant, **kwargs)
 
 

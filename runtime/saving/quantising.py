@@ -13,7 +13,6 @@ from fitact.base import UsageError
 from fitact.runtime.torch_internals import (
     GROUPED_MM,
     base_of,
-    graph_stays,
     mark_of,
     next_call,
     storage_id,
@@ -174,19 +173,7 @@ class Quantising(Capture):
                 stored.readers += 1
         if stored is None:
             stored = super().pack(tensor)
-        if self.current is None:  # a function of the user's may ask for what it saved several times
-            (stored.computed if isinstance(stored, Reading) else stored).pin()
         return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
-
-    @staticmethod
-    def unpack(saved: Stored | Reading) -> Tensor:
-        """Return what autograd saved, and free the codes that nothing will decode any more."""
-        tensor = Capture.unpack(saved)
-        if not graph_stays() and not torch.is_grad_enabled():
-            read = saved if isinstance(saved, Reading) else saved.instead
-            if isinstance(read, Reading):
-                read.computed.free()
-        return tensor
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised."""
@@ -199,8 +186,10 @@ class Quantising(Capture):
 
     def is_near_enough(self, recompute: Recompute) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
-        leaves = [leaf for leaf in recompute.leaves() if type(leaf) is Quantised] if self._least() else []
-        return all(leaf.bits >= self._sharp for leaf in leaves)
+        if not self._least():
+            return True
+        recompute.is_free()  # which learns what is stored by now
+        return all(leaf.bits >= self._sharp for leaf in recompute.leaves() if type(leaf) is Quantised)
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor is stored in no more bits than what it would be computed from."""
@@ -262,7 +251,7 @@ def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> Tensor | None:
         if func in RELUS:
             return value > 0
         if func in CLIPPED:
-            low, high = args[1:3] if func is F.hardtanh and len(args) > 2 else (0.0, 6.0)
+            low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
             return (value > 0) & (value < high) if low == 0 < 1 < high else None
     return None
 
@@ -273,8 +262,8 @@ def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
     largest = max((argument.numel() for argument in tensors if not is_parameter(argument)), default=0)
     if STATISTIC * tensor.numel() < largest:
         return False
-    x, *weight = tensors[func is torch.addmm :][:2]
-    if kind_of(func, args) != "linear" or not weight:
+    factors = tensors[func is torch.addmm :][:2]
+    if kind_of(func, args) != "linear" or len(factors) < 2:
         return True
-    size = weight[0].numel()
-    return storage_id(weight[0]) != storage_id(tensor) and not tensor.numel() == size != x.numel()
+    x, weight = factors
+    return storage_id(weight) != storage_id(tensor) and not tensor.numel() == weight.numel() != x.numel()

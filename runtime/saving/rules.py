@@ -31,13 +31,20 @@ from .storage import Stored, layout_of, marked
 def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs and "out" in kwargs:
         return _changing(capture, func, args, kwargs, x=kwargs["out"])
-    if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or True in args[1:]):
+    if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or any(argument is True for argument in args[1:])):
         pure = (
             [False if argument is True else argument for argument in args],
             {**kwargs, "inplace": False} if kwargs else kwargs,
         )
         return _changing(capture, func, args, kwargs, pure=(func, *pure))
     return capture.cheap(func, args, kwargs)
+
+
+def _hardtanh(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call with the bounds by position, in which PyTorch's own layers give them by name."""
+    names = ("input", "min_val", "max_val", "inplace")
+    given = {"min_val": -1.0, "max_val": 1.0} | dict(zip(names, args, strict=False)) | kwargs
+    return _cheap(capture, func, [given.pop(name) for name in names[:3]], given)
 
 
 def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -219,6 +226,7 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
 RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES |= dict.fromkeys(cheap.named("Tensor", "__rdiv__ __rtruediv__"), _divided)
+RULES[F.hardtanh] = _hardtanh
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)

@@ -247,16 +247,6 @@ class Made(ABC):
                 source.expect()
         self._left += 1
 
-    def pin(self) -> None:
-        """Hold the codes that it is made from until autograd frees them: a reader may ask several times."""
-        for source in self.sources:
-            source.pin()
-
-    def free(self) -> None:
-        """Free the codes that it is made from, if nothing will decode them any more."""
-        for source in self.sources:
-            source.free()
-
     def read_by(self, call: int) -> None:
         """Record that the node of this number reads it."""
         if self.first > call:
@@ -565,7 +555,6 @@ class Quantised(Stored):
     sources: Sequence[Any]
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
     guard: Tensor | None = None
-    _pinned = False
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
         n, columns = tensor.numel(), next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
@@ -595,27 +584,6 @@ class Quantised(Stored):
     def is_decoded(self) -> bool:
         """Return True."""
         return True
-
-    def is_repeatable(self) -> bool:
-        """Return whether there still are codes."""
-        return self.version >= 0 and super().is_repeatable()
-
-    def pin(self) -> None:
-        """Hold the codes until autograd frees them."""
-        self._pinned = True
-        super().pin()
-
-    def free(self) -> None:
-        """Free the codes, if each reader has the tensor, or it is held for those that may come, in any pass."""
-        if self.replaced:
-            super().free()
-        elif not self._pinned and (self._left < 1 or self._made is not None):
-            self.sources, self.version = (), -1  # no other reader may find it
-
-    def release(self) -> None:
-        """Free the tensor, unless its codes are gone and a reader has not run."""
-        if self.version >= 0 or self.replaced:
-            super().release()
 
     def decoded(self, tensor: Tensor) -> Tensor:
         """Return a tensor that was decoded, such that it is saved in its codes where gradients are differentiated.

@@ -317,19 +317,29 @@ def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)
 
 
+# What attention reads of a layer's output, which something else reads in fewer bits.
+READ: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "norm": lambda m, z: m.norm(z.float()),
+    "sum": lambda m, z: (lambda q: q + 0 * F.gelu(z))(z * 2 + 0.5),
+}
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-def test_normalised_queries(autocast: bool) -> None:
-    """Attention reads at least 8 bits, also of queries and keys that autocast casts, whatever norms read."""
+@pytest.mark.parametrize("name", READ)
+def test_bits_of_queries(name: str, autocast: bool) -> None:
+    """Attention reads at least 8 bits, also of queries and keys that autocast casts, whatever else reads."""
 
     def call(m: Any, x: Tensor) -> Tensor:
         q, k, v = (layer(x).view(4, 64, 4, 16).transpose(1, 2) for layer in m.qkv)
-        return F.scaled_dot_product_attention(m.norm(q.float()), m.norm(k.float()), v, scale=1.0)
+        return F.scaled_dot_product_attention(READ[name](m, q), READ[name](m, k), v, scale=1.0)
 
     model = built(call, qkv=nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), norm=nn.RMSNorm(16))
     x, weights, gradients = torch.randn(4, 64, 64), torch.randn(4, 4, 64, 16), []
-    for context in (nullcontext(), fitact.saving("rounding", bits={"norm": 3, "attention": 8})):
+    for context in (nullcontext(), fitact.saving("rounding", bits={"norm": 3, "activation": 3, "attention": 8})):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), context:
             y = model(x)
-        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(y, [*model.parameters()], weights)]))
+        gradients.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(y, [*model.qkv.parameters()], weights)])
+        )
     expected, gradient = gradients
     assert (gradient - expected).norm() < 0.15 * expected.norm()

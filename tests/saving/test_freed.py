@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from fitact.runtime.measure import Subject, whole_step
 from fitact.runtime.saving import storage
 from tests.support.blocks import built
 from tests.support.peak import peak_memory
@@ -170,30 +169,6 @@ def test_peak_of_a_scan() -> None:
     x = torch.randn(4, 64, 32)
     before, after = peaks(agree(lambda: built(scan, layer=nn.Linear(32, 64)), x=x), x)
     assert after <= before
-
-
-def deep() -> nn.Module:
-    """Return convolutions of sound, the first of which has most of the memory."""
-    return nn.Sequential(nn.Conv1d(1, 256, 10, 5), nn.GroupNorm(8, 256), nn.GELU(), nn.Conv1d(256, 64, 3, 2))
-
-
-WIDE: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "sound": lambda: (deep(), torch.randn(2, 1, 4000)),
-    "an MLP": lambda: (
-        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)),
-        torch.randn(512, 256),
-    ),
-}
-
-
-@pytest.mark.parametrize("error", ["rounding", "coarse"])
-@pytest.mark.parametrize("name", WIDE)
-def test_no_codes_beside_what_the_last_reader_has(name: str, error: str) -> None:
-    model, x = WIDE[name]()
-    subject = Subject(name, model, lambda model: model(x), None, device="cpu")
-    before = whole_step(subject).peak
-    fitact.convert(model, error=error)
-    assert whole_step(subject).peak <= before
 
 
 class Twice(torch.autograd.Function):

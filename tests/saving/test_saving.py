@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
@@ -387,3 +388,30 @@ def test_parts() -> None:
     with attaching(model, {"": baseline}):
         assert saved_bytes(model, WIDE) == before
     assert saved_bytes(model, WIDE) == others
+
+
+def named(m: Any, x: Tensor) -> Tensor:
+    """Return attention and a layer whose tensors are given by name."""
+    q, k, v = m.qkv(x).view(4, 64, 3, 64).unbind(2)
+    y = F.scaled_dot_product_attention(query=q, key=k, value=v)
+    y = torch.matmul(input=y, other=F.gelu(q).mT)
+    return F.linear(input=F.gelu(y), weight=m.out.weight)
+
+
+QUANTISED: dict[str, Callable[[], nn.Module]] = {
+    "Hardtanh": lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Hardtanh(), nn.Linear(64, 64)),
+    "tensors by name": lambda: built(named, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64)),
+}
+
+
+@pytest.mark.parametrize(("error", "most"), [("rounding", 0.05), ("coarse", 0.15)])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_gradients_by_name(name: str, error: str, most: float) -> None:
+    model, x = QUANTISED[name](), torch.randn(4, 64, 64)
+    pair = []
+    for context in (nullcontext(), fitact.saving(error)):
+        with context:
+            y = model(x)
+        grads = torch.autograd.grad(y.square().sum(), [*model.parameters()], allow_unused=True)
+        pair.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
+    assert (pair[1] - pair[0]).norm() < most * pair[0].norm()
