@@ -6,7 +6,7 @@ import sys
 
 def main() -> int:
     """Run the command line on the process's arguments and return its exit status."""
-    # NumPy's products are small here, and its idle threads would spin for a quarter of the time that a fit takes.
+    # NumPy's products are small here, and its idle threads would spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from .cli import main as run  # takes long enough to be interrupted

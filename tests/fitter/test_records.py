@@ -95,10 +95,10 @@ def test_a_part_of_another_kind_or_none_is_named(name: str) -> None:
         if isinstance(here, dict):
             assert "colour" in refused(reader(name), changed(RECORDS[name], f"{path}.colour", 1)), path
         for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, *HUGE):
-            alike = type(other) is type(here) and other not in HUGE
+            of_a_kind = type(other) is type(here) and other not in HUGE
             unnamed = path == "activation.name" and other is None  # the name of a formula that has none
             free = other is GONE and (names[0] == "options" != path or path[-1].isdigit())
-            if not (alike or unnamed or free):
+            if not (of_a_kind or unnamed or free):
                 assert names[-1] in refused(reader(name), changed(RECORDS[name], path, other)), (path, other)
 
 

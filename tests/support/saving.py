@@ -98,8 +98,8 @@ def observed(model: nn.Module, step: Step, x: Tensor, seed: int = 3) -> Any:
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
     """Return what is not the same to the last bit; NaN is the same as NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape
-        return [] if alike and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)) else [path]
+        comparable = a.dtype == b.dtype and a.shape == b.shape
+        return [] if comparable and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)) else [path]
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return [difference for key in a for difference in differences(a[key], b[key], f"{path}.{key}")]
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
