@@ -11,9 +11,15 @@ from .errors import JobError as JobError
 from .errors import UsageError as UsageError
 from .errors import quote as quote
 from .fields import NAME as NAME
+from .fields import Kind as Kind
+from .fields import check_keys as check_keys
 from .fields import label as label
+from .fields import mapping as mapping
 from .fields import number as number
-from .fields import record_of as record_of
+from .fields import read as read
+from .fields import read_record as read_record
+from .fields import readable as readable
+from .fields import string as string
 from .fields import whole as whole
 from .files import is_unfinished as is_unfinished
 from .files import read_start as read_start

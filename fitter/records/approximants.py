@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fitact.base import UsageError
+from fitact.base import UsageError, readable
 from fitact.fitter.analysis import float_check
 from fitact.fitter.expr import Array, Expr, in_long_double, parse, stable
 
-from .validate import check_numbers, readable
+from .validate import check_numbers
 
 MOST_RADICALS = 3  # at both ends of a cell and inside
 MOST_COEFFICIENTS = 33

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_origin
 
 import numpy as np
 
-from fitact.base import UsageError, label, number, quote, whole
+from fitact.base import UsageError, check_keys, label, number, quote, read, readable, whole
 from fitact.fitter.analysis import REALS, Activation, Formula, Gate, Learned
 from fitact.fitter.catalog import check_name
 from fitact.fitter.expr import Array, Expr, parse, stable
@@ -20,16 +20,7 @@ from fitact.fitter.files import FIT
 from fitact.fitter.numerics import DTYPES, LARGEST, Weight
 
 from .approximants import Approximant, Bits, Single, codes
-from .validate import (
-    check_bits,
-    check_domain,
-    check_increasing,
-    check_keys,
-    check_numbers,
-    free_text,
-    read,
-    readable,
-)
+from .validate import check_bits, check_domain, check_increasing, check_numbers, free_text
 
 # The options that each method may record, each with what it must be.
 _SEED, _SOURCE = {"seed": whole}, {"source": free_text}
@@ -224,7 +215,7 @@ class InvertedFit(Fit):
         if self.domain is not None:
             check_domain(self.domain, REALS)
         for what in ("borders", "approximants", "floor"):
-            check_keys(what, getattr(self, what), DTYPES)
+            check_keys(getattr(self, what), DTYPES, f"{what}.")
         for dtype in DTYPES:
             borders, approximants = self.borders[dtype], self.approximants[dtype]
             if not 1 <= len(approximants) <= 2**self.bits:

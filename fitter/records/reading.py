@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fitact.base import UsageError, label, quote
+from fitact.base import UsageError, check_keys, mapping, quote, read_record, readable, string
+from fitact.base import read as read_as
 from fitact.fitter.analysis import Activation, Formula, Gate, Learned, Number
 from fitact.fitter.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.files import FIT
 from fitact.fitter.numerics import Weight
 
 from .fit import KINDS, AnyFit, Option
-from .validate import HINTS, check_keys, mapping, readable, text
-from .validate import read as read_as
 
 T = TypeVar("T", bound=Formula)
 
@@ -41,7 +39,6 @@ def from_json(source: str) -> AnyFit:
 
     """
     record = FIT.record(source)
-    del record["schema"]
     method = record.get("method")
     if isinstance(method, str) and method in GONE:
         raise UsageError(f"method: {method} is not fitted any more: {GONE[method]}")
@@ -49,18 +46,12 @@ def from_json(source: str) -> AnyFit:
     if kind is None:
         methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
         raise UsageError(f"method: expected one of {methods}, got {quote(method)}")
-    expected = {part.name for part in fields(kind)}
-    for name in sorted(expected ^ set(record)):
-        if name in expected:
-            raise UsageError(f"{name}: missing")
-        raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
-    hints = HINTS[kind]
-    return kind(**{name: read_as(hints[name], record[name], name, _READERS) for name in hints if name in expected})
+    return read_record(kind, record, _READERS)
 
 
 def _activation(value: object, what: str) -> Activation:
     record = mapping(value, what)
-    check_keys(what, record, ("expression", "name", *({"parameters"} & set(record))))
+    check_keys(record, ("expression", "name", *({"parameters"} & set(record))), f"{what}.")
     parameters = read_as(Mapping[str, float], record.get("parameters", {}), f"{what}.parameters", {})
     own = None if parameters else partial(Activation, None)
     return _formula(record, what, CATALOG, partial(Activation.of, parameters=parameters), own)
@@ -68,13 +59,13 @@ def _activation(value: object, what: str) -> Activation:
 
 def _gate(value: object, what: str) -> Gate:
     record = mapping(value, what)
-    check_keys(what, record, ("expression", "name"))
+    check_keys(record, ("expression", "name"), f"{what}.")
     return _formula(record, what, GATES, Gate.of, partial(Gate, None))
 
 
 def _learned(value: object, what: str) -> Learned:
     record = mapping(value, what)
-    check_keys(what, record, ("expression", "learned", "name"))
+    check_keys(record, ("expression", "learned", "name"), f"{what}.")
     numbers: tuple[Number, ...] = read_as(tuple[Number, ...], record["learned"], f"{what}.learned", {})
     given = {number.name: (number.start, number.channel) for number in numbers}
     named = partial(Learned.of, numbers=given)
@@ -94,7 +85,7 @@ def _formula(
     """Return a user's own formula, or that of a catalog's name if the rest of the record agrees."""
     name = record["name"]
     if name is None and own is not None:
-        return own(text(record["expression"], f"{what}.expression"))
+        return own(string(record["expression"], f"{what}.expression"))
     if not isinstance(name, str) or name not in known:
         raise UsageError(
             f"{what}.name: {quote(name)} is not in this catalog; the name of any other formula is null"
@@ -114,6 +105,6 @@ _READERS: dict[Any, Callable[[object, str], Any]] = {
     Activation: _activation,
     Gate: _gate,
     Learned: _learned,
-    Weight: lambda value, what: Weight(text(value, what)),
+    Weight: lambda value, what: Weight(string(value, what)),
     Option: lambda value, what: value,  # the method's options check it
 }

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fitact.base import UsageError, columns, few, quote
+from fitact.base import UsageError, check_keys, columns, few, quote, readable, string
+from fitact.base import read as read_as
 from fitact.fitter.files import WEIGHTS
 from fitact.fitter.numerics import DIGITS, Weight, of_counts
 
-from .validate import check_keys, check_numbers, readable, text
-from .validate import read as read_as
+from .validate import check_numbers
 
 LONGEST = 500  # characters of a path
 # The weight of a site: TAIL of it is Student's t with FREEDOM degrees and the data's mean and deviation. Its tails
@@ -180,7 +180,7 @@ def from_json(source: str) -> Calibration:
 
     """
     record = WEIGHTS.record(source)
-    check_keys("the record", record, ("schema", "sites"))
-    readers = {Weight: lambda value, what: Weight(text(value, what))}
+    check_keys(record, ("sites",))
+    readers = {Weight: lambda value, what: Weight(string(value, what))}
     sites: tuple[Site, ...] = read_as(tuple[Site, ...], record["sites"], "sites", readers)
     return Calibration(sites)

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fitact.base import (
     Bars,
+    Kind,
     Shown,
     UsageError,
     binary,
     columns,
-    number,
     quote,
-    read_text,
-    record_of,
+    read_record,
+    readable,
     three,
-    whole,
     write,
 )
 
 if TYPE_CHECKING:
     from torch import nn
 
-SCHEMA = "fitact.plan/3"
-MAX_BYTES = 1 << 25
+FILE = Kind("fitact.plan/3", "a plan", 1 << 25)
 GIB = 2**30
 
 
+@readable
 @dataclass(frozen=True)
 class Group:
     """Blocks of the same policy.
@@ -47,6 +45,7 @@ class Group:
     blocks: tuple[str, ...]
 
 
+@readable
 @dataclass(frozen=True)
 class Point:
     """The whole model with one policy, or a plan for one budget.
@@ -65,6 +64,7 @@ class Point:
     seconds: float
 
 
+@readable
 @dataclass(frozen=True)
 class Plan(Shown):
     """How to train each block of a model, so that a step fits a memory and takes the least time.
@@ -132,7 +132,7 @@ class Plan(Shown):
 
     def to_json(self) -> str:
         """Return the plan as JSON; the same plan gives the same text."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+        return json.dumps({"schema": FILE.schema, **asdict(self)}, indent=2, sort_keys=True) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, for `load_plan`."""
@@ -267,51 +267,20 @@ def load_plan(path: str | Path) -> Plan:
         UsageError: the file is not a plan, or cannot be read; the message names what is wrong.
 
     """
-    text = read_text(Path(path), MAX_BYTES)
-    try:
-        return from_json(text)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+    return FILE.read(Path(path), from_json)
 
 
 def from_json(text: str) -> Plan:
     """Return the plan of a JSON text; UsageError if it is not one, naming what is wrong."""
-    given = record_of(text, SCHEMA, "a plan")
-    values = _checked(Plan, {key: value for key, value in given.items() if key != "schema"}, "")
-    plan = Plan(**values)
+    plan = read_record(Plan, FILE.record(text), {str: _printable})
     _check_policies(plan)
     return plan
 
 
-def _checked(kind: type[Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values of a record's fields, each checked by the type that the record states."""
-    names = [field.name for field in fields(kind)]
-    for name in (*given, *names):
-        if (name in given) != (name in names):
-            problem = "is unknown" if name in given else "is missing"
-            raise UsageError(f"not a plan: {where}{name} {problem}")
-    return {field.name: _value(str(field.type), given[field.name], where + field.name) for field in fields(kind)}
-
-
-def _value(kind: str, value: Any, where: str) -> Any:
-    if kind.startswith("tuple["):
-        inner = kind[len("tuple[") : -len(", ...]")]
-        if not isinstance(value, list):
-            raise UsageError(f"not a plan: {where}: expected a list, got {quote(value)}")
-        return tuple(_value(inner, part, f"{where}[{i}]") for i, part in enumerate(value))
-    if kind in ("Group", "Point"):
-        if not isinstance(value, dict):
-            raise UsageError(f"not a plan: {where}: expected an object, got {quote(value)}")
-        record: type[Any] = Group if kind == "Group" else Point
-        return record(**_checked(record, value, f"{where}."))
-    if kind == "str" and isinstance(value, str) and value.isprintable():
-        return value
-    if kind == "int":
-        return whole(value, f"not a plan: {where}")
-    if kind == "float" and math.isfinite(finite := number(value, f"not a plan: {where}")):
-        return finite
-    names = {"str": "a printable text", "float": "a finite number"}
-    raise UsageError(f"not a plan: {where}: expected {names[kind]}, got {quote(value)}")
+def _printable(value: object, what: str) -> str:
+    if not (isinstance(value, str) and value.isprintable()):
+        raise UsageError(f"{what}: expected a printable text, got {quote(value)}")
+    return value
 
 
 def _check_policies(plan: Plan) -> None:
@@ -321,17 +290,15 @@ def _check_policies(plan: Plan) -> None:
     seen: set[str] = set()
     for i, group in enumerate(plan.groups):
         if group.policy not in POLICIES:
-            raise UsageError(
-                f"not a plan: groups[{i}].policy: expected {', '.join(POLICIES)}, got {quote(group.policy)}"
-            )
+            raise UsageError(f"groups[{i}].policy: expected {', '.join(POLICIES)}, got {quote(group.policy)}")
         for path in group.blocks:
             if path in seen:
-                raise UsageError(f"not a plan: groups[{i}].blocks: {quote(path)} is there twice")
+                raise UsageError(f"groups[{i}].blocks: {quote(path)} is there twice")
             seen.add(path)
         if not group.blocks:
-            raise UsageError(f"not a plan: groups[{i}].blocks: expected some paths, got none")
+            raise UsageError(f"groups[{i}].blocks: expected some paths, got none")
     for where, error in (("error", plan.error), *((f"points[{i}]", p.error) for i, p in enumerate(plan.points))):
         if error not in ERRORS:
-            raise UsageError(f"not a plan: {where}: expected {', '.join(ERRORS)}, got {quote(error)}")
+            raise UsageError(f"{where}: expected {', '.join(ERRORS)}, got {quote(error)}")
     if plan.fits and not plan.groups:
-        raise UsageError("not a plan: groups: expected some, since its peak fits its memory")
+        raise UsageError("groups: expected some, since its peak fits its memory")
