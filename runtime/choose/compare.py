@@ -189,7 +189,7 @@ def measure(
     subject = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], autocast=casting)
     sizes = {name: size for name, size in (("batch", batch), ("seq", seq)) if name in source.varies}
     measurement = _Measurement(subject, sizes, optimizer, progress)
-    return measurement.report(str(training or Training()), bits, budgets)
+    return measurement.report(bits, budgets)
 
 
 _Candidate = tuple[Policy, Sequence[nn.Module]]  # a policy, and the modules of the model that get it
@@ -210,7 +210,7 @@ class _Measurement:
         self.done += weight
         self.progress(min(self.done / self.whole, 1.0))
 
-    def report(self, training: str, bits: Sequence[int], budgets: Sequence[float]) -> Report:
+    def report(self, bits: Sequence[int], budgets: Sequence[float]) -> Report:
         model = self.subject.model
         baseline = whole_step(self.subject)
         sites = activation_sites(model)
@@ -243,7 +243,7 @@ class _Measurement:
         autocast = self.subject.autocast
         return Report(
             model=self.subject.name,
-            training=training,
+            training=self.subject.training,
             batch=self.sizes.get("batch"),
             seq=self.sizes.get("seq"),
             dtype=str(self.subject.dtype).removeprefix("torch."),

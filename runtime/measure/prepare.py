@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from types import ModuleType
@@ -110,15 +110,17 @@ def prepare(
     if longest is not None and seq > longest:
         raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")
     model.train()
+    training = training or Training()
     with without_weights(fake):
-        (training or Training()).apply(model)
+        training.apply(model)
     blocks_of(model, blocks)  # raises what is wrong with the patterns
     model.to(dtype)
     mode = None
     if fake:
         model, mode = fake_copy(model)  # after the checks: the first mode takes two seconds
     call = converted(inputs, mode, dtype)
-    return Subject(source.name, model, call, mode, autocast, device, blocks, source=source, dtype=dtype)
+    subject = Subject(source.name, model, call, mode, autocast, device, blocks, source=source, dtype=dtype)
+    return replace(subject, training=str(training), inputs=source.sizes(batch, seq))
 
 
 def some(names: Iterable[str]) -> str:

@@ -65,6 +65,11 @@ class Source:
     varies: frozenset[str] = frozenset(("batch", "seq"))
     longest: Callable[[nn.Module], int | None] = lambda model: None
 
+    def sizes(self, batch: int, seq: int) -> str:
+        """Return the sizes of inputs for a table."""
+        given = [f"{name} {size}" for name, size in (("batch", batch), ("seq", seq)) if name in self.varies]
+        return ", ".join(given) or "inputs as given"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -79,7 +84,9 @@ class Subject:
         device: `"cuda"` to save what a GPU's kernels save, or `"cpu"`.
         blocks: patterns of the paths of its blocks; none for the modules that it repeats.
         ranks: how many processes share it by FSDP2.
+        ddp: whether it is in DistributedDataParallel.
         accumulates: whether gradients of earlier steps are there already.
+        training, inputs: in tables, what is trained, and the sizes of its inputs.
         source: where it came from; None for a user's model.
         dtype: of its floating-point inputs, if it has a source.
 
@@ -93,7 +100,10 @@ class Subject:
     device: str = "cuda"
     blocks: Patterns = None
     ranks: int = 1
+    ddp: bool = False
     accumulates: bool = False
+    training: str = "what needs gradients is trained"
+    inputs: str = "inputs as given"
     source: Source | None = None
     dtype: torch.dtype = torch.float32
 
@@ -102,7 +112,8 @@ class Subject:
         assert self.source is not None
         with without_weights(self.mode is not None):
             inputs = self.source.inputs(self.model, batch, seq)
-        return replace(self, call=converted(inputs, self.mode, self.dtype))
+        call = converted(inputs, self.mode, self.dtype)
+        return replace(self, call=call, inputs=self.source.sizes(batch, seq))
 
     @contextmanager
     def environment(self) -> Iterator[None]:

@@ -47,26 +47,16 @@ __all__ = [
     "shipped",
     "verify",
 ]
-# Names that need PyTorch, with the modules they are imported from on first use.
-LAZY = {
-    "activation": "fitact.runtime.shipped",
-    "calibrate": "fitact.calibration",
-    "checkpoint": "fitact.runtime.saving",
-    "compile": "fitact.runtime.compile",
-    "compile_options": "fitact.runtime.compile",
-    "compile_report": "fitact.runtime.compile",
-    "convert": "fitact.runtime.choose",
-    "hooks": "fitact.runtime.saving",
-    "load_plan": "fitact.planning",
-    "plan": "fitact.planning",
-    "planner": "fitact.planning",
-    "revert": "fitact.runtime.choose",
-    "saving": "fitact.runtime.saving",
-    "shipped": "fitact.runtime.shipped",
-    "verify": "fitact.runtime.choose",
+# Names that need PyTorch, by the modules they are imported from on first use.
+_LAZY = {
+    "fitact.calibration": "calibrate",
+    "fitact.planning": "load_plan plan planner",
+    "fitact.runtime.choose": "convert revert verify",
+    "fitact.runtime.compile": "compile compile_options compile_report",
+    "fitact.runtime.saving": "checkpoint hooks saving",
+    "fitact.runtime.shipped": "activation shipped",
 }
-
-
+LAZY = {name: module for module, names in _LAZY.items() for name in names.split()}
 # Names of once, by those that do the same now.
 OLD = {
     "rebuild": "fitact.convert(model)",

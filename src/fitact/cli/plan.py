@@ -99,7 +99,7 @@ def plan(
       fitact plan --hf gpt2 --gib 12 --error exact --largest batch
     """
     asked.check()
-    from fitact.planning import GIB, Planner, Words
+    from fitact.planning import GIB, Planner
     from fitact.planning import largest as largest_of
     from fitact.runtime.choose import DTYPES
     from fitact.runtime.measure import device_of, measured, prepare
@@ -109,14 +109,14 @@ def plan(
         if where.memory is None:
             raise UsageError(f"{where.name}: its memory is not known: give --gib")
         gib = where.memory / GIB
-    source, training = asked.source, asked.training
+    source = asked.source
     of = DTYPES[asked.dtype or ("bfloat16" if asked.autocast is None else "float32")]
     if largest is not None and largest not in source.varies:
         raise UsageError(f"--largest {largest}: {source.name} takes none")
     sizes = {"batch": asked.batch, "seq": asked.seq}
     subject = prepare(
         source,
-        training,
+        asked.training,
         batch=asked.batch,
         seq=asked.seq,
         dtype=of,
@@ -124,19 +124,14 @@ def plan(
         device=where.kernels,
         blocks=blocks,
     )
-    subject = replace(subject, ranks=fsdp, accumulates=accumulate)
+    subject = replace(subject, ranks=fsdp, ddp=ddp, accumulates=accumulate)
     front = front or picture is not None
 
     def planner(size: int | None = None) -> Planner:
         """Return the planner of the sizes that are given, or of another one in place of the largest."""
-        now = sizes if largest is None or size is None else sizes | {largest: size}
-        given = [f"{name} {count}" for name, count in now.items() if name in source.varies]
-        of_size = subject if size is None else subject.sized(**now)
-        words = Words(str(training), ", ".join(given) or "inputs as given")
+        of_size = subject if size is None else subject.sized(**sizes | {str(largest): size})
         with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
-            return Planner(
-                of_size, asked.optimizer, where, words, host_gib or 0.0, ddp, error, partial(advance, bar, 0)
-            )
+            return Planner(of_size, asked.optimizer, where, host_gib, error, partial(advance, bar, 0))
 
     if largest is None:
         result = planner().plan(gib, error, front=front)

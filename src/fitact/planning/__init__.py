@@ -1,7 +1,6 @@
 """The plan for a memory budget: the programme that finds it, its record, its front and picture."""
 
 from .make import Planner as Planner
-from .make import Words as Words
 from .make import largest as largest
 from .make import plan as plan
 from .make import planner as planner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -139,18 +139,7 @@ def planner(
 ) -> Planner:
     """Measure once what each policy costs for each block of a model, for plans for several memories.
 
-    Args:
-        model: as for `plan`.
-        example_inputs: as for `plan`.
-        optimizer: as for `plan`.
-        device: as for `plan`.
-        autocast: as for `plan`.
-        blocks: as for `plan`.
-        host_gib: as for `plan`.
-        fsdp: as for `plan`.
-        ddp: as for `plan`.
-        accumulate: as for `plan`.
-        error: the largest error that plans may allow.
+    The arguments are those of `plan`; `error` is the largest that plans may allow.
 
     Returns:
         The planner: `planner.plan(gib, error)` returns a plan, `planner.least(error)` the least bytes of a step.
@@ -168,16 +157,8 @@ def planner(
     integer("fsdp", fsdp, 1)
     flags(ddp=ddp, accumulate=accumulate)
     subject = copied(model, example_inputs, casting, where.kernels, blocks)
-    subject = replace(subject, ranks=fsdp, accumulates=accumulate)
-    return Planner(subject, optimizer, where, host_gib=host_gib, ddp=ddp, error=error)
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a plan says about its model: what is trained, and the sizes of its inputs."""
-
-    training: str = "what needs gradients is trained"
-    inputs: str = "inputs as given"
+    subject = replace(subject, ranks=fsdp, ddp=ddp, accumulates=accumulate)
+    return Planner(subject, optimizer, where, host_gib, error)
 
 
 class Planner:
@@ -187,9 +168,7 @@ class Planner:
         subject: the model.
         optimizer: as for `plan`.
         device: for which time is predicted.
-        words: what plans say about the model.
         host_gib: as for `plan`.
-        ddp: as for `plan`.
         error: the largest error that plans may allow.
         progress: called with the share of the measuring that is done.
 
@@ -203,25 +182,22 @@ class Planner:
         subject: Subject,
         optimizer: str,
         device: Device,
-        words: Words | None = None,
         host_gib: float = 0.0,
-        ddp: bool = False,
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         _check_error(error)
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
-        if ddp and subject.ranks > 1:
+        if subject.ddp and subject.ranks > 1:
             raise UsageError(f"fsdp {subject.ranks}, ddp: expected one of them")
         if host_gib:
             positive("host_gib", host_gib, MOST_GIB)
             if device.link is None:
                 raise UsageError(f"host_gib: {device.name} has no link to a host whose speed is known")
         self.host = int(host_gib * GIB)
-        words = words or Words()
-        also = ["gradients accumulate"] * subject.accumulates + ["in DDP"] * ddp
-        self.words = replace(words, training="; ".join([words.training, *also]))
+        also = ["gradients accumulate"] * subject.accumulates + ["in DDP"] * subject.ddp
+        self.training = "; ".join([subject.training, *also])
         self.subject, self.optimizer, self.device = subject, optimizer, device
         parameters = list(subject.model.parameters())
         self.trained = sharded((parameter for parameter in parameters if parameter.requires_grad), subject.ranks)
@@ -229,8 +205,8 @@ class Planner:
             raise UsageError(f"{subject.name}: nothing in it is trained")
         state = OPTIMIZERS[optimizer] * self.trained
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
-        self.copies = (subject.accumulates + ddp) * self.trained  # of gradients that stay
-        self.gradients = (1 + ddp) * self.trained
+        self.copies = (subject.accumulates + subject.ddp) * self.trained  # of gradients that stay
+        self.gradients = (1 + subject.ddp) * self.trained
         self.fixed = sharded(parameters, subject.ranks) + buffers + state + self.copies
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
@@ -266,8 +242,8 @@ class Planner:
         again = done.work - baseline.work
         return Plan(
             model=self.subject.name,
-            training=self.words.training,
-            inputs=self.words.inputs,
+            training=self.training,
+            inputs=self.subject.inputs,
             dtype=self.dtype,
             optimizer=self.optimizer,
             gib=float(gib),
