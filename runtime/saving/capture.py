@@ -187,7 +187,7 @@ class Capture(TorchFunctionMode):
         finally:
             self.current = self._undecided = self._changed = None
 
-    def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
+    def computed(self, computed: Computed | Stored, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves and backward computes."""
         return Reading(computed, value, self.outside)
 

@@ -63,7 +63,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 SIGMOIDS = cheap.named("F", "sigmoid") | cheap.named("torch", "sigmoid") | cheap.named("Tensor", "sigmoid")
 POWERS = cheap.named("Tensor", "pow __pow__") | cheap.named("torch", "pow")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
-KINKED = cheap.named("F", "relu relu6 leaky_relu prelu rrelu elu celu selu threshold hardtanh")
+KINKED = cheap.named("F", "relu leaky_relu prelu rrelu elu celu selu threshold")
 KINKED |= cheap.named("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.named(
     "Tensor", "relu relu_ prelu"
 )
@@ -72,6 +72,8 @@ RELUS = (
     cheap.named("F", "relu leaky_relu") | cheap.named("torch", "relu relu_") | cheap.named("Tensor", "relu relu_")
 )
 CLIPPED = F.relu6, F.hardtanh
+# These do so in place by their results, of which those below 0 may be much smaller than the others.
+MASKED = (*CLIPPED, F.leaky_relu)
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
 SHARP = 8  # bits from which the logits of attention are recomputed at least
@@ -173,7 +175,7 @@ class Quantising(Capture):
                 stored.readers += 1
         if stored is None:
             stored = super().pack(tensor)
-        return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
+        return self.computed(stored, tensor, self.current) if type(stored) is Quantised else stored
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised."""
@@ -200,28 +202,29 @@ class Quantising(Capture):
             or (type(stored) is Quantised and not stored.signs and stored.bits <= least)
         )
 
-    def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
+    def computed(self, computed: Computed | Stored, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""
         slope = None
-        if call is not None and value.numel() >= FEW and is_dense(value) and computed.is_decoded():
+        signs = type(computed) is Quantised and computed.signs
+        if call is not None and not signs and value.numel() >= FEW and is_dense(value) and computed.is_decoded():
             slope = _slope(value, *call)
         if slope is None:
             return super().computed(computed, value, call)
         computed.readers -= 1
-        return Slope(value, self.hooks, slope, computed)
+        return Slope(value, self.hooks, *slope, computed)
 
     def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> Stored:
         """Store what could not be recomputed; the output of an activation quantised."""
         quantised: Quantised | None = None
         if isinstance(output, Tensor) and output.requires_grad and storage is output.untyped_storage():
-            quantised = self._quantised(output, mark_of(storage))
+            quantised = self._quantised(output, mark_of(storage), result=True)
         if quantised is None:
             stored.small = self._last is not None and self._last[0] in SIGMOIDS
             return super().settle(stored, storage, output)
-        stored.recompute_instead(Reading(quantised, output, self.outside))
+        stored.recompute_instead(self.computed(quantised, output, self._last))
         return quantised
 
-    def _quantised(self, tensor: Tensor, mark: Mark) -> Quantised | None:
+    def _quantised(self, tensor: Tensor, mark: Mark, result: bool = False) -> Quantised | None:
         """Return the codes of a tensor's memory; None if it has to be stored as it is."""
         call = self.current or self._last
         bits = self._policy.get(kind_of(*call) or "") if call else None
@@ -236,23 +239,28 @@ class Quantising(Capture):
         with without_torch_function():
             if not _is_read(tensor, *call):
                 return None
-            quantised = Quantised(memory, self.hooks, bits, call[0] in KINKED)
+            signs = call[0] in KINKED and not (result and call[0] in MASKED)
+            quantised = Quantised(memory, self.hooks, bits, signs)
             quantised.first = next_call() - 1
         mark.add(quantised)
         return quantised
 
 
-def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> Tensor | None:
-    """Return where the slope of a kind of ReLU is 1, by what it saves; None of other functions.
+def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> tuple[Tensor, float] | None:
+    """Return a mask and a number in place of what a kind of ReLU saves; None of other functions.
 
-    A decoded input may be on the other side of a kink, where the slope jumps.
+    A decoded input may be on the other side of a kink, where the slope jumps. Backward gets the number where the
+    mask is true, else 0: it asks only between which kinks that is.
     """
     with quietly():
         if func in RELUS:
-            return value > 0
+            return value > 0, 1.0
         if func in CLIPPED:
             low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
-            return (value > 0) & (value < high) if low == 0 < 1 < high else None
+            if low == 0 < high:
+                return (value > 0) & (value < high), high / 2
+            if low < 0 < high:
+                return (value <= low) | (value >= high), 2 * high
     return None
 
 

@@ -488,24 +488,26 @@ class Bits(Stored):
 
 
 class Slope(Bits):
-    """Where the slope of a kind of ReLU is 1, in one bit an element, in place of its input or output.
+    """Between which kinks of a kind of ReLU its input or output is, in one bit an element.
 
     Args:
         value: what the activation saves.
         hooks: those outside of the context.
-        slope: bool, as the value.
+        mask: bool, as the value.
+        number: what backward gets where the mask is true.
         computed: what computes the value, for those who read it later.
 
     """
 
-    def __init__(self, value: Tensor, hooks: Hooks | None, slope: Tensor, computed: object) -> None:
+    def __init__(self, value: Tensor, hooks: Hooks | None, mask: Tensor, number: float, computed: object) -> None:
         with quietly():
-            super().__init__(slope, hooks)
-        self._factor, self.version, self._computed = (value.dtype, 0.0), version_of_saved(value), computed
+            super().__init__(mask, hooks)
+        self._factor = value.dtype, 1 - 1 / number
+        self.version, self._computed = version_of_saved(value), computed
         self._guard = version_guard(value)
 
     def unpack(self) -> Tensor:
-        """Return 1 where the slope is 1, else 0; raises RuntimeError if the value was changed in place."""
+        """Return the number where the mask is true, else 0; RuntimeError if the value was changed in place."""
         if version_of_saved(self._guard) != self.version:
             raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self.version))
         return super().unpack()

@@ -39,6 +39,25 @@ def test_slopes_in_bits(act: nn.Module) -> None:
     assert 0 < saved.bytes - x.nbytes - codes - slopes < 2 * shifts + 1024
 
 
+CLIPPED = nn.Hardtanh(), nn.Hardtanh(inplace=True), nn.Hardtanh(0, 0.5), nn.Hardtanh(-2, 3), nn.ReLU6()
+
+
+@pytest.mark.parametrize("act", [*SLOPES, *CLIPPED], ids=str)
+def test_slopes_without_norms(act: nn.Module) -> None:
+    """The first bias has the baseline's gradient, bit for bit: it depends on slopes alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), act, nn.Conv2d(16, 4, 1))
+    x, weights = 3 * torch.randn(4, 16, 32, 32), torch.randn(4, 4, 30, 30)
+    gradients = []
+    for context in (nullcontext(), fitact.saving("coarse")):
+        with context:
+            loss = (model(x) * weights).sum()
+        gradients.append(torch.autograd.grad(loss, [*model.parameters()]))
+    (_, bias, last, _), (_, actual, coarse, _) = gradients
+    assert torch.equal(actual, bias)
+    assert 0 < (coarse - last).norm() < 0.15 * last.norm()
+
+
 def test_slopes_see_changes() -> None:
     model = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())
     for context in (nullcontext(), fitact.saving(bits=8)):
