@@ -88,7 +88,8 @@ class Partition:
         """Return the bits of what is read: the most that any of it has; 0 if it stays as it is."""
         bits = [self.policy.get(reader.kind, 0) for reader in readers]
         if any(reader.sharp for reader in readers):
-            bits.append(min(SHARP, self.policy.get("attention", SHARP)))
+            fused = any(reader.fused for reader in readers)
+            bits.append(self.policy.get("attention", 0 if fused else SHARP))
         return max(bits) if all(bits) else 0
 
 

@@ -56,12 +56,14 @@ class Reader(NamedTuple):
         kind: the tensor's, of `quantising.KINDS`; `""` if it has none.
         reason: why it is none.
         sharp: whether attention reads what is computed from the tensor.
+        fused: whether fused attention does.
 
     """
 
     kind: str
     reason: str = ""
     sharp: bool = False
+    fused: bool = False
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -174,7 +176,7 @@ class _Graph:
     def reader(self, node: fx.Node) -> Reader:
         """Return what reads a node first, through operators that change each element alone, sums and copies."""
         base = base_of(node)
-        passing, first, sharp = {base}, None, False
+        passing, first, sharp, fused = {base}, None, False, False
         todo = {self.places[user] for user in base.users}
         while todo:
             place = min(todo)
@@ -186,14 +188,15 @@ class _Graph:
                 return Reader("", "of a logarithm, root or sine")
             reader = self._reads(current, passing)
             first = first or reader
-            sharp |= reader is not None and reader.kind == "attention"
+            if reader is not None and reader.kind == "attention":
+                sharp, fused = True, fused or _attends(current)
             if current not in passing and (reader is None or reader.kind == "activation"):
                 passing.add(current)
                 todo |= {self.places[user] for user in current.users}
         first = first or Reader("", "read by nothing that is quantised")
         made = None if first.reason == SOFTMAX else self._made(base)
         read = made or first
-        return Reader(read.kind, read.reason, sharp)
+        return Reader(read.kind, read.reason, sharp, fused)
 
     def _reads(self, node: fx.Node, passing: Collection[fx.Node]) -> Reader | None:
         """Return what a node is as a reader of the nodes that are found; None if it passes their elements on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "attention": {
         "F": "scaled_dot_product_attention",
-        "torch": "matmul bmm mm baddbmm",
+        "torch": "matmul bmm mm baddbmm einsum",
         "Tensor": "matmul bmm mm baddbmm __matmul__ __rmatmul__",
     },
 }
@@ -77,6 +78,9 @@ MASKED = (*CLIPPED, F.leaky_relu)
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
 SHARP = 8  # bits from which the logits of attention are recomputed at least
+# Attention that recomputes its weights from queries and keys, and the exact logarithm of their sums: an error of a
+# logit is one of the exponent. It reads codes only if the policy has bits for attention.
+FUSED = cheap.named("F", "scaled_dot_product_attention")
 
 _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
 POLICIES: Mapping[str, Mapping[str, int]] = {
@@ -138,7 +142,7 @@ class Quantising(Capture):
     """A context that also quantises what it stores.
 
     A tensor's memory is stored once for all that read it: the first function that saves it decides how. But
-    attention reads nothing in fewer than 8 bits, unless the policy says so.
+    attention reads nothing in fewer than 8 bits, and fused attention no codes, unless the policy says so.
     """
 
     exact = False
@@ -146,7 +150,6 @@ class Quantising(Capture):
     def __init__(self, policy: Mapping[str, int]) -> None:
         super().__init__()
         self._policy = policy
-        self._sharp = min(SHARP, policy.get("attention", SHARP))
         self._last: Call | None = None
 
     def __exit__(self, *error: Any) -> None:
@@ -182,16 +185,18 @@ class Quantising(Capture):
         stored = self._quantised(tensor, mark) if grows else None
         return stored or super().added(tensor, mark, grows)
 
-    def _least(self) -> int:
+    def _least(self) -> float:
         """Return in how few bits the call that saves a tensor may read it, or what it is recomputed from."""
-        return self._sharp if self.current and kind_of(*self.current) == "attention" else 0
+        if self.current is None or kind_of(*self.current) != "attention":
+            return 0
+        return self._policy.get("attention", math.inf if self.current[0] in FUSED else SHARP)
 
     def is_near_enough(self, recompute: Recompute) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
-        if not self._least():
-            return True
-        recompute.is_free()  # which learns what is stored by now
-        return all(leaf.bits >= self._sharp for leaf in recompute.leaves() if type(leaf) is Quantised)
+        least = self._least()
+        if least:
+            recompute.is_free()  # which learns what is stored by now
+        return not least or all(leaf.bits >= least for leaf in recompute.leaves() if type(leaf) is Quantised)
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor is stored in no more bits than what it would be computed from."""
