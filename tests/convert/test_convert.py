@@ -30,7 +30,7 @@ from tests.support.processes import python
 from tests.support.rows import full, listed
 from tests.support.saving import saved_bytes_of
 
-from .test_context import MODELS
+from .test_context import MODELS, equal, made
 
 HALF = torch.bfloat16
 
@@ -156,18 +156,6 @@ def test_wherever_modules_are_held() -> None:
     assert [type(child).__name__ for child in hidden.listed] == ["GeluFewbit3", "SiluFewbit3"]
 
 
-def test_transformer_of_pytorch() -> None:
-    """It holds F.relu as a function, and in evaluation mode takes a path of its own."""
-    layer = nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.randn(3, 5, 16)
-    baseline = model(x)
-    after = sites(fitact.convert(model, "fewbit"))
-    assert after == {f"layers.{i}.activation": "relu_fewbit1" for i in range(2)}
-    assert torch.equal(model(x), baseline)
-    torch.testing.assert_close(model.eval()(x), baseline)
-
-
 def test_one_module_at_several_places() -> None:
     act = nn.GELU()
     block = Holds(nn.SiLU())
@@ -227,21 +215,29 @@ def test_an_input_that_another_activation_keeps(method: str) -> None:
     assert pays.replaced and pays.saved_after < pays.saved_before
 
 
-@pytest.mark.parametrize("name", ["parametrised", "complex", "calls", "calls by output"])
+@pytest.mark.parametrize("name", ["parametrised", "complex", "calls", "calls by output", "transformer"])
 def test_unusual_models(name: str) -> None:
-    """What computes a parameter is no activation of the model; complex numbers are left alone."""
-    torch.manual_seed(0)
-    model, x = MODELS[name.partition(" ")[0]](), torch.randn(500, 32)
-    baseline = model(x)
+    """What computes a parameter is no activation of the model; complex numbers are left alone.
+
+    PyTorch's transformer holds F.relu as a function, and in evaluation mode takes a path of its own.
+    """
+
+    def outputs() -> list[Tensor]:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return [model.train(mode)(x) for mode in (False, True)]
+
+    model, x = made(MODELS[name.partition(" ")[0]]), torch.randn(500, 32)
+    baseline = outputs()
     report = fitact.convert(model, "output" if "output" in name else "fewbit", example_inputs=x)
-    assert torch.equal(model(x), baseline) and report.saved_after <= report.saved_before
+    assert equal(outputs(), baseline) and report.saved_after <= report.saved_before
     assert "parametrizations" not in str(report) and bool(report.replaced) == (name != "complex")
     reasons = [site.reason for site in report if site.name != "act"]
     assert name != "complex" or all(each.startswith("its replacement cannot be run: ") for each in reasons)
     if name.startswith("calls"):  # and reads what its activation holds
         assert model.act.negative_slope == 0.01 and model.act.training and not isinstance(model.act, nn.LeakyReLU)
     fitact.revert(model)
-    assert torch.equal(model(x), baseline)
+    assert equal(outputs(), baseline)
 
 
 def hooked(kind: str) -> nn.Module:
@@ -635,11 +631,8 @@ def test_what_chance_leaves_out(draw: Callable[[], Any], blocks: int, exclude: l
 
 
 def test_two_activations_of_one_tensor() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.up(x)
-        return self.drop(self.a(x)) + self.drop(self.b(x))
-
-    model = built(forward, up=nn.Linear(16, 64), a=nn.GELU(), b=nn.SiLU(), drop=nn.Dropout())
+    parts = {"up": nn.Linear(16, 64), "a": nn.GELU(), "b": nn.SiLU(), "drop": nn.Dropout()}
+    model = built(lambda self, x: self.drop(self.a(y := self.up(x))) + self.drop(self.b(y)), **parts)
     conversion = fitact.convert(model, "fewbit", example_inputs=torch.randn(8 * ROWS, 16))
     assert sites(conversion) == {"a": "gelu_fewbit3", "b": "silu_fewbit3"}
     assert conversion.saved_before - conversion.saved_after == 4 * ELEMENTS - 2 * 3 * ELEMENTS // 8
@@ -676,10 +669,10 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
             assert (report.saved_before, report.saved_after) == (baseline, saved) and saved <= baseline
 
 
-@pytest.mark.parametrize("inputs", [X, (X,), [X], {"input": X}, lambda model: model(X)])
-def test_kinds_of_inputs(inputs: Any) -> None:
-    report = fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=inputs)
-    assert report.saved_before == 2 * (16 + 64 + 64) * 4
+def test_kinds_of_inputs() -> None:
+    for inputs in (X, (X,), [X], {"input": X}, lambda model: model(X)):
+        report = fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=inputs)
+        assert report.saved_before == 2 * (16 + 64 + 64) * 4
 
 
 def test_measured_as_it_trains() -> None:
@@ -694,27 +687,23 @@ def test_measured_as_it_trains() -> None:
 
 def test_what_saves_nothing() -> None:
     """What is not run, or saves nothing outside of a checkpoint, is replaced as asked."""
-    large, unused = torch.randn(2048, 16), Holds(nn.GELU())
-    unused.other = nn.SiLU()
-    after = {"act": "gelu_fewbit3", "other": "silu_fewbit3"}
-    assert sites(fitact.convert(unused, "fewbit", example_inputs=large)) == after
     block = built(lambda self, x: checkpoint(self.block, x, use_reentrant=False), block=Holds(nn.GELU()))
-    assert sites(fitact.convert(block, "fewbit", example_inputs=large)) == {"block.act": "gelu_fewbit3"}
+    block.unused = nn.SiLU()
+    after = {"block.act": "gelu_fewbit3", "unused": "silu_fewbit3"}
+    assert sites(fitact.convert(block, "fewbit", example_inputs=torch.randn(2048, 16))) == after
 
 
 def test_table() -> None:
     model = nn.Sequential(*(Holds(nn.GELU()) for _ in range(3)), nn.PReLU())
-    x = torch.randn(2048, 16)
-    assert str(fitact.convert(model, "fewbit", dry_run=True)).splitlines() == [
+    table = [
         "site       was    would be      note",
         "*.act  ×3  GELU   gelu_fewbit3",
         "3          PReLU  left alone    its parameters are learned",
-        "3 of 4 would be replaced",
     ]
-    assert str(fitact.convert(model, "fewbit", example_inputs=x)).splitlines() == [
-        "site       was    is            note",
-        "*.act  ×3  GELU   gelu_fewbit3",
-        "3          PReLU  left alone    its parameters are learned",
+    assert str(fitact.convert(model, "fewbit", dry_run=True)).splitlines() == [*table, "3 of 4 would be replaced"]
+    assert str(fitact.convert(model, "fewbit", example_inputs=torch.randn(2048, 16))).splitlines() == [
+        table[0].replace("would be", "is      "),
+        *table[1:],
         "module              saved            now",
         "*.act   ×3        1.5 MiB  147,456 bytes",
         "*.down  ×3        1.5 MiB        1.5 MiB",
@@ -760,18 +749,15 @@ def test_import_is_lazy() -> None:
             getattr(fitact, name)
 
 
-def two_layers() -> nn.Module:
+def test_the_error_of_the_gradient() -> None:
+    """Beside one that is computed here: with the same dropout, of all parameters as one vector."""
+
     def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
         y = self.layers(x)
         return {"loss": y.square().mean(), "y": y}
 
     layers = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Dropout(), nn.Linear(256, 4))
-    return built(forward, layers=layers, unused=nn.Parameter(torch.ones(2)))
-
-
-def test_the_error_of_the_gradient() -> None:
-    """Beside one that is computed here: with the same dropout, of all parameters as one vector."""
-    model, x = two_layers(), torch.randn(512, 64)
+    model, x = built(forward, layers=layers, unused=nn.Parameter(torch.ones(2))), torch.randn(512, 64)
     random_state, vectors = torch.random.get_rng_state(), []
     conversion = fitact.convert(model, "fewbit", bits=3, dry_run=True, example_inputs=x, gradients=True)
     for model.layers[2] in (nn.GELU(), GeluFewbit3()):
@@ -785,24 +771,18 @@ def test_the_error_of_the_gradient() -> None:
     assert gradient.cosine == pytest.approx(float(actual @ baseline / actual.norm() / baseline.norm()), rel=1e-9)
     assert 1e-3 < gradient.error < 0.2
     assert f"the gradient is off by {100 * gradient.error:.3g} % of its" in str(conversion)
-    assert fitact.convert(two_layers(), "fewbit", example_inputs=x).gradient is None
+    assert fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=X).gradient is None
 
 
 def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
-    x = torch.randn(512, 16)
-    conversion = fitact.convert(mlp(nn.Hardtanh()), "fewbit", example_inputs=x, gradients=True)
+    x, given = torch.randn(512, 16), {"method": "fewbit", "gradients": True}
+    conversion = fitact.convert(mlp(nn.Hardtanh()), **given, example_inputs=x)
     assert conversion.replaced and conversion.gradient.error == 0
-
-    def run(model: nn.Module) -> None:
-        model(x)
-
-    nothing = fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=run, gradients=True).gradient
+    nothing = fitact.convert(mlp(nn.GELU()), **given, example_inputs=lambda model: [model(x)][:0]).gradient
     assert nothing.error is None and nothing.note
 
 
 class Named(nn.Module):
-    """An activation of one's own, called by the name that it gives to its input."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return F.gelu(hidden)
 
