@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 import fitact
@@ -206,7 +205,7 @@ def test_selective_recomputation_of_gpt3() -> None:
 
 
 def test_storages_are_counted_once() -> None:
-    """And those that are freed are not taken for twins."""
+    """Also where another has the address of one that is freed."""
     x = torch.randn(1000, requires_grad=True)
     with count_saved() as saved:
         x.sin(), x.view(10, 100).t().cos(), x[3:].exp()
@@ -215,14 +214,13 @@ def test_storages_are_counted_once() -> None:
     assert saved.bytes == 4000 + 4 * 997 + 50 * 4000
 
 
-@pytest.mark.parametrize("detail", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_parameters_and_buffers_are_not_counted(device: str, detail: bool) -> None:
-    model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Tanh()).to(device)
-    with count_saved(model, detail=detail) as saved:
-        model(torch.randn(30, 10, device=device))
-    # the input, the norm's input, mean and deviation, tanh's output
-    assert saved.bytes == 4 * (300 + 600 + 2 * 20 + 600)
+def test_parameters_and_buffers_are_not_counted() -> None:
+    for device, detail in itertools.product(("cpu", "meta"), (False, True)):
+        model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Tanh()).to(device)
+        with count_saved(model, detail=detail) as saved:
+            model(torch.randn(30, 10, device=device))
+        # the input, the norm's input, mean and deviation, tanh's output
+        assert saved.bytes == 4 * (300 + 600 + 2 * 20 + 600)
 
 
 def test_by_module_by_operation_by_kind() -> None:
@@ -272,20 +270,6 @@ def test_dropout_of_a_gpu() -> None:
     assert 0.5 < (y != 0).float().mean() < 0.9
 
 
-def given(subject: Subject) -> list[torch.Tensor]:
-    call = (subject.call.args, dict(subject.call.kwargs))
-    return [leaf for leaf in tree_iter(call) if isinstance(leaf, torch.Tensor)]
-
-
-def alive(subject: Subject, name: str, autocast: torch.dtype | None) -> int:
-    """Bytes alive between forward and backward, but for parameters, buffers, inputs and outputs."""
-    there = (*subject.model.parameters(), *subject.model.buffers(), *given(subject))
-    with gpu_kernels(), candidate(name, subject.model), Meter(there) as meter, cast(autocast):
-        outputs = subject.run()
-    gc.collect()
-    return meter.level - sum(output.nbytes for output in outputs)
-
-
 ALIVE: list[Any] = [("llama", name, cast) for name in CANDIDATES for cast in (None, HALF)]
 ALIVE += [("resnet", "baseline", HALF)]  # statistics of norms are as wide as real ones
 ALIVE += [  # each candidate with each kind of model, in half precision by autocast or without in turn
@@ -297,13 +281,19 @@ ALIVE += [  # each candidate with each kind of model, in half precision by autoc
 
 @pytest.mark.parametrize(("kind", "name", "autocast"), ALIVE)
 def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | None) -> None:
+    """What is saved is alive between forward and backward, beside parameters, buffers, inputs and outputs."""
     counts = []
     for fake in (True, False):
         subject = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
         saved = saved_by(subject, name, autocast)
-        inside = sum(t.nbytes for t in given(subject) if t.untyped_storage()._cdata in saved.storages)
+        given = [*subject.call.args, *subject.call.kwargs.values()]
+        there = (*subject.model.parameters(), *subject.model.buffers(), *given)
+        with gpu_kernels(), candidate(name, subject.model), Meter(there) as meter, cast(autocast):
+            outputs = subject.run()
+        gc.collect()
+        inside = sum(each.nbytes for each in given if each.untyped_storage()._cdata in saved.storages)
+        assert saved.bytes - inside == meter.level - sum(output.nbytes for output in outputs), fake
         counts.append(saved.bytes)
-        assert saved.bytes - inside == alive(subject, name, autocast), fake
     assert counts[0] == counts[1]
 
 
@@ -365,11 +355,6 @@ def test_traffic_of_one_operation() -> None:
         assert work_of(lambda: z + z.mul(2)).traffic == 4 * 5 * 1000
 
 
-def quadratic(batch: int = 2, seq: int = 8) -> tuple[nn.Module, torch.Tensor]:
-    model = nn.Sequential(*(models_reference.Block(nn.GELU(), 4, 64, fused=False) for _ in range(2)))
-    return model, torch.randn(batch, seq, 64)
-
-
 def padded(bend: int, tile: int) -> Callable[[int], int]:
     """Return bytes that are padded to tiles, and bend beyond what was measured."""
     return lambda n: -(-(3 * n * n + 200 * n + bend * max(n - 60, 0)) // tile) * tile
@@ -411,7 +396,9 @@ def test_attention_of_pytorchs_own_modules() -> None:
 @pytest.mark.parametrize("name", ["baseline", "fewbit3", "saving, exact", "full", "selective"])
 def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     """Also with a frozen layer; without the input, which was there before."""
-    subject = prepare(from_callable(quadratic), Training(freeze=("0.mlp.down.*",)), batch=64, seq=64)
+    model = nn.Sequential(*(models_reference.Block(nn.GELU(), 4, 64, fused=False) for _ in range(2)))
+    source = from_callable(lambda: (model, torch.randn(64, 64, 64)))
+    subject = prepare(source, Training(freeze=("0.mlp.down.*",)), batch=64, seq=64)
     with gpu_kernels(), candidate(name, subject.model), subject.mode or nullcontext():
         tracked = peak_memory(lambda: differentiate("quadratic", subject.run()), subject.model)["total"]
     subject.model.zero_grad(set_to_none=True)
@@ -430,9 +417,12 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks(kind: str) -> None:
-    assert [type(module).__name__ for _, module in blocks_of(small(kind, fake=True).model)] == BLOCKS[kind]
+def test_blocks() -> None:
+    """And weights that are tied stay so."""
+    models: Any = {kind: small(kind, fake=True).model for kind in BLOCKS}
+    assert models["gpt2"].lm_head.weight is models["gpt2"].transformer.wte.weight
+    for kind, names in BLOCKS.items():
+        assert [type(module).__name__ for _, module in blocks_of(models[kind])] == names
 
 
 def test_blocks_that_are_plain_containers() -> None:
@@ -463,11 +453,6 @@ def test_frozen_parts_are_not_counted_as_gradients() -> None:
     assert report.trained == 1024 * 4096 + 4096
     assert report.gradient_bytes == 2 * report.trained
     assert report.optimizer_bytes == 4 * report.trained
-
-
-def test_tied_weights_stay_tied() -> None:
-    model: Any = small("gpt2", fake=True).model
-    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_inputs_of_a_callable() -> None:
@@ -556,19 +541,12 @@ def test_table_of_the_alternatives(command: Command, tmp_path: Path) -> None:
         assert row.split(" | ") == [cell(rows[name]) for name in columns], line
 
 
-MISSING = [("--hf bert", "transformers"), ("--timm resnet50", "timm"), (f"{MLP} --lora all", "peft")]
-
-
-@pytest.mark.parametrize(("line", "package"), MISSING)
-def test_missing_package(command: Command, monkeypatch: pytest.MonkeyPatch, line: str, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    assert command(f"memory {line}") == (2, "", f"fitact: {package} is not installed: pip install {package}\n")
-
-
-def test_a_model_without_activations() -> None:
-    report = measure(lambda batch: (nn.Linear(8, 8), torch.randn(batch, 8)), budgets=())
-    assert "no module of it is an activation, such as nn.GELU, which methods could replace" in report.notes
-    assert not [row for row in report.rows if "fewbit" in row.name]
+def test_missing_package(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"transformers": "--hf bert", "timm": "--timm resnet50", "peft": f"{MLP} --lora all"}
+    for package, line in needed.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        missing = f"fitact: {package} is not installed: pip install {package}\n"
+        assert command(f"memory {line}") == (2, "", missing)
 
 
 def test_a_model_that_cannot_be_checkpointed_selectively() -> None:
@@ -592,16 +570,20 @@ def test_autocast_is_for_parameters_in_float32() -> None:
     assert {row.name: row.bytes for row in report.rows}["inverted"] == REFERENCE["mlp"]["gelu_inverted1_autocast"]
 
 
-def test_a_model_that_the_compiler_cannot_trace() -> None:
+def test_a_model_without_activations_that_the_compiler_cannot_trace() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch._subclasses.FakeTensor:
             raise NotImplementedError("only fake tensors")
-        return self.layers(x)
+        return self.layer(x).sin()
 
-    layers = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    report = measure(lambda batch: (built(forward, layers=layers), torch.randn(batch, 4)))
-    assert report.notes[-1] == "the compiler cannot trace the model: NotImplementedError: only fake tensors"
-    assert report.rows[-1].name == "checkpointing, selective"
+    report = measure(lambda batch: (built(forward, layer=nn.Linear(4, 4)), torch.randn(batch, 4)))
+    assert report.notes[-2:] == (
+        "no module of it is an activation, such as nn.GELU, which methods could replace",
+        "the compiler cannot trace the model: NotImplementedError: only fake tensors",
+    )
+    errors = (f"saving, {error}" for error in ERRORS)
+    checkpoints = (f"checkpointing, {kind}" for kind in ("full", "selective"))
+    assert [row.name for row in report.rows] == ["baseline", *errors, *checkpoints]
 
 
 def test_report_is_a_record() -> None:
