@@ -2,18 +2,17 @@
 
 import copy
 import itertools
-import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fitact
 from fitact.integrations.transformers import register
 from fitact.runtime.measure import imported
-from tests.support.models import MODELS, QUICK, batch_of, logits, model_of
+from tests.support.models import MODELS, QUICK, batch_of, logits, made, model_of, step
 from tests.support.rows import full
 from tests.support.saving import cast, saved_bytes_of
 from tests.support.shared import shared
@@ -32,51 +31,41 @@ SITES = {
 @pytest.mark.parametrize("name", full(MODELS, QUICK))
 def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None:
     model, inputs = model_of(name).eval(), batch_of(name)
-    with torch.no_grad():
-        baseline = logits(model, inputs)
-    state = model.state_dict()
+    logits_of = torch.no_grad()(partial(logits, model, inputs))
+    baseline, state = logits_of(), model.state_dict()
     conversion = fitact.convert(model, method)
     assert all(site.after or site.reason for site in conversion)
     for before, (activation, count) in SITES.get(name, {}).items():
         actual = [site for site in conversion if site.before == before]
         suffix = "fewbit3" if method == "fewbit" else "inverted1"
         assert [site.after for site in actual] == [f"{activation}_{suffix}"] * count
-    with torch.no_grad():
-        converted = logits(model, inputs)
+    converted, trained = logits_of(), logits(model, inputs)
     if name in ("gpt2", "mobilenetv3_small_050"):  # theirs are made of several operations
         torch.testing.assert_close(converted, baseline, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(converted, baseline)
-    assert logits(model, inputs).requires_grad
-    torch.testing.assert_close(logits(model, inputs).detach(), converted, rtol=1e-5, atol=1e-5)
+    assert trained.requires_grad
+    torch.testing.assert_close(trained.detach(), converted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert not {type(module).__name__ for module in model.modules()} & {*SITES.get(name, ())}
     fitact.revert(model)
-    with torch.no_grad():
-        assert torch.equal(logits(model, inputs), baseline)
+    assert torch.equal(logits_of(), baseline)
 
 
-def losses(model: nn.Module, name: str, seed: int) -> list[float]:
-    """Train 20 steps; dropout and order of the batches come from the seed."""
-    torch.manual_seed(seed)
+def losses(model: nn.Module, name: str, first: int) -> list[float]:
+    """Train 20 steps; dropout and the batches come from seeds."""
     convolutions = name.startswith("mobile")  # with batch norms, which take a larger batch and smaller steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4 if convolutions else 2e-3)
     results = []
-    for step in range(20):
-        inputs = batch_of(name, 100 * seed + step, size=16 if convolutions else 4)
-        output = model(**inputs)
-        if isinstance(output, Tensor):
-            loss = nn.functional.cross_entropy(output, (inputs["x"].mean((1, 2, 3)) > 0.5).long())
-        else:
-            loss = output.loss
+    for seed in range(first, first + 20):
         optimizer.zero_grad()
-        loss.backward()
+        loss = step(model, batch_of(name, seed, size=16 if convolutions else 4), seed=seed)
         optimizer.step()
-        results.append(float(loss.detach()))
+        results.append(float(loss))
     return results
 
 
-SEEDS = range(3)
+SEEDS = range(0, 300, 100)
 
 
 @shared
@@ -103,20 +92,9 @@ def test_training_goes_as_before(name: str, variant: str) -> None:
     assert difference < noise
 
 
-def lora(model: nn.Module) -> nn.Module:
-    peft = imported("peft")
-    layers = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
-    config = peft.LoraConfig(target_modules=layers, r=4, lora_alpha=4, lora_dropout=0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the weights of GPT-2, which it transposes; of models it does not know
-        peft.inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    return model
-
-
-def frozen(model: nn.Module) -> nn.Module:
+def frozen(name: str) -> nn.Module:
     """Freeze the second half of the parameters, whose layers then save no input, but for the last."""
+    model = model_of(name)
     parameters = list(model.parameters())
     for parameter in parameters[len(parameters) // 2 : -2]:
         parameter.requires_grad_(False)
@@ -125,7 +103,7 @@ def frozen(model: nn.Module) -> nn.Module:
 
 # the last has parameters in its activations, xIELU
 SHARED = ("phi3", "opt", "mixtral", "qwen3_moe", "apertus")  # which save anyway what lies at some activations
-SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
+SETTINGS = {"everything": model_of, "lora": lambda name: made(f"{name} lora"), "frozen": frozen}
 WAYS: list[dict[str, Any]] = [
     *({"method": method} for method in ("fewbit", "inverted", "output")),
     *({"error": error} for error in ("exact", "rounding", "coarse")),
@@ -144,7 +122,7 @@ def test_reports_say_what_is_saved(name: str, setting: str, precision: str) -> N
     """That is at most what the baseline saves, and for errors that may be larger, less."""
     dtype = HALF if precision == "autocast" else None
     inputs = batch_of(name, size=8)
-    base = SETTINGS[setting](model_of(name))
+    base = SETTINGS[setting](name)
     with cast(dtype):
         counts = [saved_bytes_of(base, lambda: base(**inputs))]
         for given in WAYS:
@@ -170,22 +148,20 @@ def test_activations_of_a_models_own() -> None:
 
 def test_names_in_transformers() -> None:
     transformers = imported("transformers")
-    known = dict(transformers.activations.ACT2FN)
+    known = {*transformers.activations.ACT2FN}
     try:
         names = register()
-        gates = {name for name in fitact.shipped() if name.startswith(("swiglu_", "geglu_"))}
-        assert register() == names == tuple(name for name in fitact.shipped() if name not in gates)
+        shipped = [name for name in fitact.shipped() if not name.startswith(("swiglu_", "geglu_"))]
+        assert register() == names == (*shipped,) and known.isdisjoint(names)
         for name in ("gelu_fewbit3", "silu_inverted1", "softplus_output", "gelu_regelu2_published"):
-            made = transformers.activations.ACT2FN[name]
-            assert type(made).__module__ == f"fitact.generated.{name}"
+            assert type(transformers.activations.ACT2FN[name]).__module__ == f"fitact.generated.{name}"
         sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 1}
         config = partial(transformers.AutoConfig.for_model, "bert", **sizes, vocab_size=9)
-        model = transformers.AutoModel.from_config(config(hidden_act="gelu_fewbit3"))
-        copied = transformers.AutoModel.from_config(config(hidden_act="gelu"))
+        configs = (config(hidden_act=name) for name in ("gelu_fewbit3", "gelu"))
+        model, copied = map(transformers.AutoModel.from_config, configs)
         copied.load_state_dict(model.state_dict())
         ids = torch.arange(8)[None]
         assert torch.equal(model.eval()(ids).pooler_output, copied.eval()(ids).pooler_output)
-        assert {**known} == {name: known[name] for name in known if name not in names}
     finally:
-        for name in set(transformers.activations.ACT2FN) - set(known):
+        for name in {*transformers.activations.ACT2FN} - known:
             del transformers.activations.ACT2FN[name]

@@ -7,10 +7,12 @@ import json
 import warnings
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate, repeat
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.polynomial.polynomial import polyval
 
 from fitact.base import FitWarning
 from fitact.fitter.analysis.activation import Activation
@@ -26,13 +28,8 @@ LOST = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1.5e-5,
 
 
 def _radical(d: np.ndarray, order: int, side: int) -> np.ndarray:
-    if side == 0:
-        return np.sign(d) * np.abs(d) ** (1 / order)
-    return np.maximum(side * d, 0) ** (1 / order)
-
-
-def _polynomial(coefficients: list[float], t: np.ndarray) -> np.ndarray:
-    return sum(c * t**k for k, c in enumerate(coefficients))
+    d = np.maximum(side * d, 0) if side else d
+    return np.sign(d) * np.abs(d) ** (1 / order)
 
 
 def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -41,10 +38,10 @@ def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     radicals = [r["sign"] * _radical(y - r["anchor"], r["order"], r["side"]) for r in approximant["radicals"]]
     low, high = approximant["low"], approximant["high"]
     t = np.clip(sum(radicals), low, high)
-    p, q = (_polynomial(coefficients, t) for coefficients in terms)
+    p, q = (polyval(t, coefficients) for coefficients in terms)
     reach = np.minimum(sum(np.abs(radical) for radical in radicals), 2 * max(abs(low), abs(high)))
     at = np.maximum(np.abs(t), reach)  # t may be a small difference of radicals
-    of_p, of_q = (_polynomial(np.abs(coefficients), at) for coefficients in terms)
+    of_p, of_q = (polyval(at, np.abs(coefficients)) for coefficients in terms)
     sizes = (of_p + np.abs(p / q) * of_q) / np.abs(q)
     for radical in approximant["radicals"]:
         if radical["order"] > 2:  # by way of a logarithm, whose rounding counts as it is large
@@ -70,13 +67,8 @@ def paper(approximant: Any, y: np.ndarray, anchor: float) -> np.ndarray:
 
 def chain(at: float, steps: int, kind: type[np.floating]) -> np.ndarray:
     """A number and the next ones on each side."""
-    actual = [kind(at)]
-    for side in (-np.inf, np.inf):
-        beside = kind(at)
-        for _ in range(steps):
-            beside = np.nextafter(beside, kind(side))
-            actual.append(beside)
-    return np.array(actual)
+    sides = (accumulate(repeat(kind(to), steps), np.nextafter, initial=kind(at)) for to in (-np.inf, np.inf))
+    return np.array([each for side in sides for each in side])
 
 
 @dataclass(frozen=True)
@@ -120,10 +112,8 @@ class Inverse(Generated):
                 actual[own], sizes = _quotient(approximant, at[own])
                 lost[own] = 8 * unit * sizes
             else:  # the numbers of kernels are float32, and beside its minimum a radical tells
-                anchor = (
-                    approximant["anchor"] if y.dtype == torch.float64 else float(np.float32(approximant["anchor"]))
-                )
-                actual[own] = paper(approximant, at[own], anchor)
+                kind = np.float64 if y.dtype == torch.float64 else np.float32
+                actual[own] = paper(approximant, at[own], float(kind(approximant["anchor"])))
                 lost[own] = 64 * unit
         return torch.from_numpy(actual), torch.from_numpy(lost)
 
