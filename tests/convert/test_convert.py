@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,32 +109,44 @@ def test_activations_of_libraries() -> None:
         torch.testing.assert_close(*check_replaced(activation), rtol=1e-5, atol=2e-6)
 
 
-# A function that is held, how it is called, and whether its gradient stays.
+class Named(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.gelu(hidden)
+
+
+# What is held, how it is called, and whether its gradient stays.
 HELD: list[tuple[Any, Callable[..., Tensor], bool]] = [
     (F.gelu, lambda self, x: self.act(self.linear(x), approximate="tanh"), True),
     (F.silu, lambda self, x: self.act(self.linear(x), inplace=True), True),
     (F.softplus, lambda self, x: self.act(self.linear(x), 2.0, threshold=1.0), True),
     (F.gelu, lambda self, x: self.act(input=self.linear(x)), False),
     (partial(F.silu, inplace=True), lambda self, x: self.act(self.linear(x)), False),
+    (Named(), lambda self, x: self.act(hidden=self.linear(x)), False),
 ]
 
 
 @pytest.mark.parametrize(("held", "call", "baseline"), HELD, ids=map(str, range(len(HELD))))
-def test_functions_that_are_called_with_more_than_an_input(held: Any, call: Any, baseline: bool) -> None:
-    """Then they do what they did, gradient and all."""
+def test_how_activations_are_called(held: Any, call: Any, baseline: bool) -> None:
+    """With more than an input they do what they did, gradient and all; modules are called by their names."""
     model, x = built(call, linear=nn.Linear(16, 16), act=held), torch.randn(50, 16)
     expected = model(x)
     (gradient,) = torch.autograd.grad(expected.sum(), model.linear.bias)
-    (site,) = fitact.convert(model, "fewbit")
-    assert site.after
+    for given in ({"method": "inverted"}, {"method": "fewbit", "example_inputs": x}, {"method": "fewbit"}):
+        fitact.revert(model)
+        (site,) = fitact.convert(model, **given)
     y = model(x)
-    assert torch.equal(y, expected)
+    assert site.after and torch.equal(y, expected)
     assert torch.equal(torch.autograd.grad(y.sum(), model.linear.bias)[0], gradient) == baseline
     assert fitact.convert(model, "fewbit").sites[0].reason == f"already {site.after}"
     copied = copy.deepcopy(model)
     assert torch.equal(copied(x), expected)
+    pickled = SimpleNamespace(linear=model.linear, act=pickle.loads(pickle.dumps(model.act)))
+    assert torch.equal(call(pickled, x), expected)
+    if isinstance(held, Named):
+        with pytest.raises(TypeError, match=r"Named\.forward"):
+            copied.act(x=x)
     fitact.revert(copied)
-    assert torch.equal(copied(x), expected) and not isinstance(copied.act, nn.Module)
+    assert torch.equal(copied(x), expected) and type(copied.act) is type(held)
 
 
 def test_wherever_modules_are_held() -> None:
@@ -780,24 +793,3 @@ def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
     assert conversion.replaced and conversion.gradient.error == 0
     nothing = fitact.convert(mlp(nn.GELU()), **given, example_inputs=lambda model: [model(x)][:0]).gradient
     assert nothing.error is None and nothing.note
-
-
-class Named(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden)
-
-
-@pytest.mark.parametrize("method", ["fewbit", "inverted"])
-def test_own_activations_are_called_by_their_names(method: str) -> None:
-    parts = {"up": nn.Linear(16, 64), "act": Named(), "down": nn.Linear(64, 16)}
-    model, x = built(lambda self, x: self.down(self.act(hidden=self.up(x))), **parts), torch.randn(512, 16)
-    baseline, value = model(x), F.gelu(x)
-    for inputs in (None, x):
-        (site,) = fitact.convert(model, method, example_inputs=inputs).replaced
-        assert site.before == "Named" and torch.equal(model(x), baseline)
-        for act in (model.act, copy.deepcopy(model.act), pickle.loads(pickle.dumps(model.act))):
-            assert torch.equal(act(hidden=x), value)
-        with pytest.raises(TypeError, match=r"Named\.forward"):
-            model.act(x=x)
-        fitact.revert(model)
-        assert model.act is parts["act"]

@@ -27,21 +27,17 @@ def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[di
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-        def loss(self, batch: Tensor) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss: Tensor = self.layers(batch[0]).square().mean()
             self.log("loss", loss)
             losses.append(loss.item()) if self._trainer is not None else None
             return loss
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.loss(batch)
-
     class Short(Module):
         def training_step(self, batch: Tensor) -> Tensor:
-            return self.loss(batch)
+            return super().training_step(batch, 0)
 
-    losses: list[float] = []
-    recorded: list[dict[str, float]] = []
+    losses, recorded = list[float](), list[dict[str, float]]()
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(256, 32)), batch_size=64)
     module = Module() if named else Short()
@@ -56,9 +52,8 @@ def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[di
 
 @pytest.mark.parametrize("named", [True, False])
 def test_same_training(named: bool, tmp_path: Path) -> None:
-    callback = FitactCallback(error="exact")
     expected, _, _ = run(tmp_path, named=named)
-    actual, recorded, module = run(tmp_path, callback, named=named)
+    actual, recorded, module = run(tmp_path, FitactCallback(error="exact"), named=named)
     assert len(expected[0]) == 8 and not differences(expected, actual)
     (first,) = [metrics for metrics in recorded if "fitact/saved" in metrics]
     assert 0 < first["fitact/saved"] < 0.7 * first["fitact/saved_before"]
@@ -69,7 +64,6 @@ def test_same_training(named: bool, tmp_path: Path) -> None:
 
 def test_rounding(tmp_path: Path) -> None:
     callback = FitactCallback("rounding")
-    _, recorded, _ = run(tmp_path, callback)
-    (first,) = [metrics for metrics in recorded if "fitact/saved" in metrics]
+    (first,) = [metrics for metrics in run(tmp_path, callback)[1] if "fitact/saved" in metrics]
     assert 0 < first["fitact/gradient_error"] < 0.05
     assert callback.report is not None and callback.report.saved_after == first["fitact/saved"]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.base import UsageError
 from fitact.planning import GIB, Plan, Planner, make
 from fitact.planning.make import CACHE, ONE_BLOCK, Problem
 from fitact.planning.programme import peak
@@ -34,6 +33,7 @@ from tests.support.built import built
 from tests.support.models import FAMILIES, NEWER
 from tests.support.peak import peak_memory
 from tests.support.processes import run
+from tests.support.refusals import refused
 from tests.support.saving import cast, differences
 
 CPU = dataclasses.replace(DEVICES["t4"], name="CPU of a test")
@@ -189,11 +189,9 @@ def test_a_planner_plans_as_plan_does_up_to_its_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(make, "measure_costs", None)  # it has measured
     assert planner().plan(low * 1.1 / GIB, "exact") == own
     assert planner().plan(low * 1.1 / GIB, "coarse").seconds <= own.seconds
-    with pytest.raises(UsageError, match="expected exact"):
-        planner().least("none")
+    assert "expected exact" in refused(planner().least, "none")
     for ask in (exact.least, partial(exact.plan, 1)):
-        with pytest.raises(UsageError, match=r"error 'rounding': expected exact$"):
-            ask("rounding")
+        assert refused(ask, "rounding").endswith("error 'rounding': expected exact")
     assert {point.error for point in exact.plan(1, "exact", front=True).points} == {"exact"}
 
 
@@ -215,7 +213,6 @@ def test_costs_of_blocks_add_up_to_the_peak_of_the_model(policy: Policy) -> None
 
 @cache
 def a_plan() -> Plan:
-    """Return the plan for a little more than the least memory."""
     return planner().plan(planner().least("rounding") * 1.1 / GIB, "rounding", front=True)
 
 
@@ -232,39 +229,34 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
         assert torch.equal(copied(x), model(x))
     compiled.compile()
     for wrong, message in (
-        (model, r"call fitact\.revert"),
+        (model, "call fitact.revert"),
         (compiled, "compiled already"),
-        (nn.Sequential(Block(64), Block(64)), r"no block 'first\.0'"),
+        (nn.Sequential(Block(64), Block(64)), "no block 'first.0'"),
     ):
         before = [type(m) for m in wrong.modules()]
-        with pytest.raises(UsageError, match=message):
-            plan.apply(wrong)
+        assert message in refused(plan.apply, wrong)
         assert [type(m) for m in wrong.modules()] == before
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_files_get_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    group = {"policy": "baseline", "blocks": ["first.0"]}
+    for change, message in (
         ({"schema": "other/1"}, "schema: expected fitact.plan/3, got 'other/1': this is not a plan"),
         ({"schema": "fitact.plan/4"}, "upgrade fitact to read it"),
         ({"schema": "fitact.plan/2"}, "expected fitact.plan/3, got 'fitact.plan/2': make it again"),
         ({"gib": float("nan")}, "NaN is not a JSON number"),
-        ({"peak": 10**400}, "peak: expected an integer below 2[*][*]63 in size"),
+        ({"peak": 10**310}, "peak: expected an integer below 2**63 in size"),
         ({"more": 1}, "more: not a field"),
         ({"error": "none"}, "error: expected exact, rounding, coarse, got 'none'"),
         ({"model": "a\nb"}, "model: expected a printable text"),
-        ({"groups": [{"policy": "os()", "blocks": ["first.0"]}]}, r"groups\[0\].policy: expected baseline"),
-        ({"groups": [{"policy": "baseline", "blocks": ["a", "a"]}]}, "is there twice"),
-        ({"groups": [{"policy": "baseline"}]}, r"groups\[0\].blocks: missing"),
+        ({"groups": [group | {"policy": "os()"}]}, "groups[0].policy: expected baseline"),
+        ({"groups": [group | {"blocks": ["a", "a"]}]}, "is there twice"),
+        ({"groups": [{"policy": "baseline"}]}, "groups[0].blocks: missing"),
         ({"groups": []}, "groups: expected some"),
-    ],
-)
-def test_bad_files_get_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(json.loads(a_plan().to_json()) | change))
-    with pytest.raises(UsageError, match=message) as raised:
-        fitact.load_plan(path)
-    assert "\n" not in str(raised.value)
+    ):
+        path.write_text(json.dumps(json.loads(a_plan().to_json()) | change))
+        assert message in refused(fitact.load_plan, path)
 
 
 def test_what_does_not_fit_says_what_would() -> None:
@@ -272,34 +264,32 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert not plan.groups
     for said in ("does not fit", "\nto do: take a smaller batch", "MiB of it weights, gradients and optimizer"):
         assert said in str(plan)
-    with pytest.raises(UsageError, match="does not fit"):
-        plan.apply(stack()[0])
+    assert "does not fit" in refused(plan.apply, stack()[0])
 
 
 def test_wrong_arguments() -> None:
     (model, x), unlinked = stack(), dataclasses.replace(CPU, link=None)
     for given, message in (
-        ({"gib": 0}, "gib: expected a number above 0, 1.04858e\\+06 or less, got 0"),
+        ({"gib": 0}, "gib: expected a number above 0, 1.04858e+06 or less, got 0"),
         ({"front": "no"}, "front: expected True or False, got 'no'"),
-        ({"blocks": "third.*"}, "blocks 'third.\\*': no module has such a path; there are first"),
+        ({"blocks": "third.*"}, "blocks 'third.*': no module has such a path; there are first"),
         ({"error": "none"}, "expected exact"),
         ({"device": "abacus"}, "expected a100"),
         ({"optimizer": "lion"}, "expected adamw"),
         ({"autocast": "int8"}, "autocast"),
         ({"host_gib": -1}, "host_gib: expected"),
         ({"fsdp": 0}, "fsdp: expected"),
+        ({"ddp": True, "fsdp": 2}, "fsdp 2, ddp: expected one of them"),
         ({"host_gib": 1, "device": unlinked}, "CPU of a test has no link to a host whose speed is known"),
     ):
-        with pytest.raises(UsageError, match=message):
-            fitact.plan(model, **({"gib": 1, "example_inputs": x} | given))
+        assert message in refused(fitact.plan, model, **({"gib": 1, "example_inputs": x} | given))
 
 
 def test_devices() -> None:
     for device in DEVICES.values():
+        work = (device.bandwidth, 0, 0), (0, device.products, 0), (1, device.products, device.products32)
         assert device.source
-        assert device.seconds(int(device.bandwidth), 0, 0, 0) == pytest.approx(1)
-        assert device.seconds(0, int(device.products), 0, 0) == pytest.approx(1)
-        assert device.seconds(1, int(device.products), int(device.products32), 0) == pytest.approx(2)
+        assert [device.seconds(*map(int, each), 0) for each in work] == pytest.approx([1, 1, 2])
 
 
 @pytest.mark.parametrize(("lasts", "most"), [(3.0, 2), (0.1, 20), (1e-3, 1600)])
@@ -335,8 +325,6 @@ def test_gradients_that_accumulate() -> None:
         model.zero_grad(set_to_none=True)
     once, trained = fitact.planner(model, example_inputs=x, **GIVEN, ddp=True), actual.gradients
     assert once.fixed == made.fixed == 2 * trained and once.plan(1, "exact").gradients == 2 * trained
-    with pytest.raises(UsageError, match="fsdp 2, ddp: expected one of them"):
-        fitact.planner(model, example_inputs=x, ddp=True, fsdp=2)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -393,8 +381,8 @@ def test_shapes_that_depend_on_values_are_planned_with_values() -> None:
     planner = fitact.planner(model, example_inputs=inputs.args, **GIVEN)
     assert type(model.experts[0]) is Block and model.gate.weight.grad is None
     check_applied(model, inputs, planner, "exact", 0.5)
-    with pytest.raises(UsageError, match=r"it reads a tensor's value .* give a model and inputs"):
-        fitact.plan(model.to("meta"), gib=1, example_inputs=torch.empty(300, 32, device="meta"))
+    error = refused(fitact.plan, model.to("meta"), gib=1, example_inputs=torch.empty(300, 32, device="meta"))
+    assert "it reads a tensor's value " in error and " give a model and inputs" in error
 
 
 def test_blocks_that_are_named() -> None:
@@ -437,20 +425,16 @@ def mine(batch=2, seq=8):
 def test_the_largest_size(name: str, command: Command) -> None:
     """A plan fits with it, and none with one more."""
     Path("sizes_of_mine.py").write_text(MINE)
-    line = "plan sizes_of_mine:mine --gib 0.0015 --error exact --batch 3 --seq 17"
-    status, out, _ = command(f"{line} --largest {name}")
+    line = "plan sizes_of_mine:mine --error exact --batch 3 --seq 17 --gib"
+    status, out, _ = command(f"{line} 0.0015 --largest {name}")
     size = int(re.findall(rf"the largest {name} that fits is (\d+)", out)[0])
     assert status == 0 and size > 1
     for more, verdict in ((0, "fits"), (1, "does not fit")):
-        status, out, err = command(f"{line} --{name} {size + more} -o {more}.json --plot {more}.png")
+        status, out, err = command(f"{line} 0.0015 --{name} {size + more} -o {more}.json --plot {more}.png")
         assert status == more and f": {verdict}" in out
         assert ("no plan fits 0.0015 GiB: a step takes at least 0.0015" in err) == bool(more)
         assert [Path(f"{more}.{kind}").exists() for kind in ("json", "png")] == [not more, True]
-
-
-def test_no_size_fits(command: Command) -> None:
-    Path("no_size_of_mine.py").write_text(MINE)
-    status, _, err = command("plan no_size_of_mine:mine --gib 0.0001 --largest batch")
+    status, _, err = command(f"{line} 0.0001 --largest {name}")
     assert status == 1 and re.search(r"not even 1 fits 0.0001 GiB: that takes at least 0.000\d+ GiB", err)
     status, _, err = command("plan --timm resnet10t --gib 1 --largest seq")
     assert status == 2 and "--largest seq: resnet10t takes none" in err
