@@ -19,6 +19,7 @@ from fitact.runtime.choose.records import Gradient
 from fitact.runtime.measure import count_saved
 from fitact.runtime.saving.modules import Attached
 from tests.support.built import built
+from tests.support.saving import differences
 
 WIDTH, HIDDEN = 32, 128
 X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -123,10 +124,6 @@ def step(model: nn.Module, x: Tensor = X, autocast: bool = False) -> tuple[int, 
     return saved.bytes, [y.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
-
-
 def off(actual: list[Tensor], expected: list[Tensor]) -> float:
     a, b = (torch.cat([each.double().flatten() for each in some]) for some in (actual, expected))
     return float((a - b).norm() / b.norm())
@@ -146,7 +143,7 @@ def test_models(name: str, autocast: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         report = fitact.convert(model, example_inputs=X.clone().requires_grad_())
     after, actual = step(model, autocast=autocast)
-    assert equal(actual, expected)
+    assert not differences(actual, expected)
     assert report.gradient is not None and report.gradient.error == 0
     sums = tuple(sum(getattr(module, key) for module in report.modules) for key in ("before", "after"))
     assert sums == (report.saved_before, report.saved_after) == (before, after) and after < before
@@ -162,7 +159,7 @@ def test_classes_of_errors(error: str, gradients: bool | None) -> None:
     after, actual = step(model)
     assert after == report.saved_after < before * SAVED[error]
     assert (report.gradient is not None) == (error == "exact" if gradients is None else gradients)
-    assert equal(actual, expected) == (error == "exact") and off(actual, expected) <= ERRORS[error]
+    assert (not differences(actual, expected)) == (error == "exact") and off(actual, expected) <= ERRORS[error]
     if report.gradient is not None:
         assert 0 <= report.gradient.error <= ERRORS[error] and (report.gradient.error == 0) == (error == "exact")
     rows = {row.name: row.storages for row in report.modules}
@@ -177,7 +174,7 @@ def test_numbers_of_bits() -> None:
     assert report.sites[0].after == "saving(\"exact\", bits={'gate': 6})" and report.gradient is None
     in_context.forward = fitact.saving("exact", {"gate": 6})(in_context.forward)
     _, actual = step(model)
-    assert equal(actual, step(in_context)[1]) and not equal(actual, step(made())[1])
+    assert not differences(actual, step(in_context)[1]) and differences(actual, step(made())[1])
     four = fitact.convert(model, bits=4, example_inputs=X, gradients=True)
     assert four.saved_after < report.saved_after and four.gradient is not None and four.gradient.error
 
@@ -284,7 +281,7 @@ def test_patterns(given: dict[str, Any], paths: list[str]) -> None:
     left = [(site.name, site.reason) for site in report if site not in report.replaced]
     assert left == [(path, "excluded") for path in given.get("exclude", ())]
     after, actual = step(model)
-    assert equal(actual, expected) and report.saved_after == after < before
+    assert not differences(actual, expected) and report.saved_after == after < before
     with count_saved(model, detail=True) as saved:
         model(X)
     rows = {row.name: row.after for row in report.modules if row.after}
@@ -333,9 +330,9 @@ def test_beside_a_method() -> None:
     before, expected = step(model)
     report = fitact.convert(model, example_inputs=X)
     after, actual = step(model)
-    assert equal(actual, expected) and after < before == report.saved_before
+    assert not differences(actual, expected) and after < before == report.saved_before
     assert len(fitact.revert(model)) == 2
-    assert type(model) is nn.Sequential and type(model[2]) is nn.GELU and equal(step(model)[1], exact)
+    assert type(model) is nn.Sequential and type(model[2]) is nn.GELU and not differences(step(model)[1], exact)
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "in place", "a part"])
