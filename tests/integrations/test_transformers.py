@@ -16,8 +16,6 @@ from tests.support.models import batch_of, made
 from tests.support.saving import differences
 
 transformers = imported("transformers")
-
-
 TEXTS = [{name: each[0] for name, each in batch_of("llama", seed=i).items()} for i in range(8)]
 
 
@@ -86,48 +84,32 @@ def test_says_that_it_does_nothing(tmp_path: Path) -> None:
         assert converted(compiled, Inputs((torch.randn(2, 4),)), "exact", gradients=True) == (None, {})
     with pytest.warns(FitWarning, match="cannot be run"):
         assert converted(torch.nn.Linear(4, 4), Inputs((torch.randn(2, 5),)), "exact", gradients=False)[1] == {}
-    with pytest.raises(UsageError, match="expected one of both"):
-        FitactCallback("exact", plan=tmp_path / "plan.json")
-    with pytest.raises(UsageError, match="expected exact, rounding, coarse"):
-        FitactCallback("none")
-
-
-PLUGIN = "fitact.integrations.axolotl.FitactPlugin"
-
-
-def configuration(**given: Any) -> Any:
-    """Return what axolotl gives its plugins."""
-    pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
-    from axolotl.utils.dict import DictDefault
-
-    from fitact.integrations.axolotl import FitactArgs
-
-    return DictDefault(FitactArgs(**given).model_dump())
+    for given, message in ({"plan": tmp_path}, "one of both"), ({"error": "none"}, "exact, rounding, coarse"):
+        with pytest.raises(UsageError, match=f"expected {message}"):
+            FitactCallback(**{"error": "exact", **given})
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_axolotl(tmp_path: Path) -> None:
-    """Its own manager finds the plugin."""
-    given = configuration(fitact_error="exact")
-    from axolotl.integrations.base import PluginManager
+    """Its own manager loads the plugin, which checks its arguments."""
+    base: Any = pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
+    from axolotl.utils.dict import DictDefault
+    from pydantic import ValidationError
 
-    manager = PluginManager.get_instance()
-    manager.register(PLUGIN)
+    from fitact.integrations.axolotl import FitactArgs
+
+    def callbacks(**given: Any) -> Any:
+        return manager.add_callbacks_post_trainer(DictDefault(FitactArgs(**given).model_dump()), None)
+
+    manager = base.PluginManager.get_instance()
+    manager.register("fitact.integrations.axolotl.FitactPlugin")
     assert "fitact.integrations.axolotl.FitactArgs" in manager.get_input_args()
-    (callback,) = manager.add_callbacks_post_trainer(given, None)
+    (callback,) = callbacks(fitact_error="exact")
     expected, _ = trained(made("llama"), tmp_path)
     actual, trainer = trained(made("llama"), tmp_path, callback)
     assert not differences(expected, actual)
     assert trainer.state.log_history[0]["fitact/saved"] < trainer.state.log_history[0]["fitact/saved_before"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_arguments_of_axolotl(tmp_path: Path) -> None:
-    both = configuration(fitact_error="exact", fitact_plan=str(tmp_path / "plan.json"))
-    from axolotl.integrations.base import load_plugin
-    from pydantic import ValidationError
-
     with pytest.raises(ValidationError, match="fitact_error"):
-        configuration(fitact_error="none")
+        callbacks(fitact_error="none")
     with pytest.raises(UsageError, match="expected one of both"):
-        load_plugin(PLUGIN).add_callbacks_post_trainer(both, None)
+        callbacks(fitact_error="exact", fitact_plan=str(tmp_path / "plan.json"))
