@@ -31,7 +31,6 @@ from fitact.runtime.choose import BASELINE, FULL, POLICIES, SELECTIVE, Policy, c
 from fitact.runtime.measure import Subject, Training, blocks_of, count_saved, gpu_kernels, prepare
 from fitact.runtime.measure import reference as models_reference
 from fitact.runtime.measure.meter import Meter, Work, whole_step
-from fitact.runtime.measure.reference import closed_form
 from fitact.runtime.measure.saved import Saved
 from fitact.runtime.measure.sources import from_callable, hugging_face, timm_model
 from fitact.runtime.restore import differentiate
@@ -122,9 +121,8 @@ def test_few_bit_appendix_b(name: str) -> None:
     source = hugging_face(name.partition("-")[0], sizes, head="none", attention="eager")
     subject = prepare(source, batch=1, seq=256, dtype=torch.float32)
     saved = saved_by(subject)
-    figures = REFERENCE["appendix_b"][name]
+    figures, config = REFERENCE["appendix_b"][name], subject.model.config
     assert round(saved.by_kind()["activation"] / MIB, 1) == figures["nonlinearities"]
-    config = subject.model.config
     tokens, scores = 256 * config.hidden_size, 256 * 256 * config.num_attention_heads
     masks = config.num_hidden_layers * (2 * tokens + scores) + tokens  # a byte each; one after the embeddings
     assert masks == saved.by_operation()["dropout"]
@@ -179,7 +177,7 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
     attention = 2 * unit + 6 * unit + 2 * unit + unit + (2 * scores + 2 * scores + scores)
     mlp = 2 * unit + 8 * unit + 8 * unit + unit  # inputs of a product, GELU and a product, and a mask
     assert groups == {"attention": attention, "mlp": mlp, "norm1": 2 * unit + rows, "norm2": 2 * unit + rows}
-    terms = closed_form(batch, seq, 1024, 16)
+    terms = models_reference.closed_form(batch, seq, 1024, 16)
     assert terms == {"attention": 11 * unit, "scores": 5 * scores, "mlp": mlp, "norms": 4 * unit}
     assert sum(terms.values()) == 34 * unit + 5 * scores == sum(groups.values()) - 2 * rows
 
@@ -187,7 +185,7 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
 def test_selective_recomputation_of_gpt3() -> None:
     """Korthikanti et al.: scores are 70 % of a layer's bytes, products with them 2.7 % of its forward FLOPs."""
     seq, hidden, heads = 2048, 12288, 96
-    terms = closed_form(1, seq, hidden, heads)
+    terms = models_reference.closed_form(1, seq, hidden, heads)
     assert terms["scores"] * 114 == sum(terms.values()) * 80
     assert round(100 * terms["scores"] / sum(terms.values())) == 70
 
@@ -383,14 +381,12 @@ def test_the_largest_size_takes_few_measurements(needed: Any, nodes: Any, tries:
 
 def test_attention_of_pytorchs_own_modules() -> None:
     """They give all arguments by place. With dropout, a GPU saves what it saves without."""
-
-    def saved_bytes(p: float) -> int:
-        layer, x = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True), torch.randn(2, 8, 32)
-        return saved_bytes_of(layer, lambda: layer(x, x, x, need_weights=False))
-
-    composed = saved_bytes(0.3)
-    with gpu_kernels():
-        assert saved_bytes(0.3) == saved_bytes(0.0) < composed
+    sizes, x = [], torch.randn(2, 8, 32)
+    for p, kernels in (0.3, nullcontext()), (0.3, gpu_kernels()), (0.0, gpu_kernels()):
+        layer = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True)
+        with kernels:
+            sizes.append(saved_bytes_of(layer, partial(layer, x, x, x, need_weights=False)))
+    assert sizes[0] > sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize("name", ["baseline", "fewbit3", "saving, exact", "full", "selective"])
@@ -438,38 +434,33 @@ def test_blocks_that_are_plain_containers() -> None:
     assert [path for path, _ in blocks_of(model)] == [f"encoder.{i}" for i in range(3)]
 
 
-def test_lora_trains_the_adapters() -> None:
-    for training, adapters in (  # two layers; half as many heads for the values
+def test_what_is_trained() -> None:
+    """Of adapters and frozen parts; half as many heads for the values."""
+    for training, adapters in (
         (Training(lora=("q_proj", "v_proj"), rank=4), 2 * (4 * (48 + 48) + 4 * (48 + 24))),
         (Training(lora=("all",)), 2 * 8 * (2 * 96 + 2 * 72 + 3 * (48 + 192))),
     ):
         subject = prepare(hugging_face("llama", SMALL["llama"]), training, batch=2, seq=24)
         assert sum(p.numel() for p in subject.model.parameters() if p.requires_grad) == adapters
-
-
-def test_frozen_parts_are_not_counted_as_gradients() -> None:
     report = measure(models_reference.gelu_mlp, training=Training(freeze=("down.*",)), budgets=())
-    assert report.parameters == 2 * 1024 * 4096 + 4096 + 1024
-    assert report.trained == 1024 * 4096 + 4096
-    assert report.gradient_bytes == 2 * report.trained
-    assert report.optimizer_bytes == 4 * report.trained
+    trained = 1024 * 4096 + 4096
+    assert (report.parameters, report.trained) == (2 * 1024 * 4096 + 4096 + 1024, trained)
+    assert (report.gradient_bytes, report.optimizer_bytes) == (2 * trained, 4 * trained)
 
 
-def test_inputs_of_a_callable() -> None:
+def test_callables() -> None:
+    """They return inputs of several kinds, or cannot run without memory."""
     x, layers = torch.randn(3, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
     two = built(lambda self, a, b: self.layers(a) + b, layers=layers)
     for inputs in ((x, x), [x, x], {"a": x, "b": x}):
         report = measure(lambda inputs=inputs: (two, inputs), budgets=())
         assert (report.rows[0].bytes, report.batch, report.seq) == (2 * 3 * 4 * 2, None, None)
 
-
-def test_a_callable_that_cannot_run_without_memory() -> None:
     def build(batch: int) -> tuple[nn.Module, torch.Tensor]:
-        scale = torch.arange(3.0).sum().item()  # no meta tensor has a value
-        assert scale == 3
-        return nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(batch, 8)
+        assert torch.arange(3.0).sum().item() == 3  # no meta tensor has a value
+        return layers, torch.randn(batch, 4)
 
-    assert measure(build, batch=5, budgets=()).rows[0].bytes == 2 * 5 * 8 * 2
+    assert measure(build, batch=5, budgets=()).rows[0].bytes == 2 * 5 * 4 * 2
 
 
 PROGRAM = """
@@ -519,8 +510,7 @@ def test_command(command: Command, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "a/b.json").read_text())
     assert report["schema"] == "fitact.memory/2"
     assert all((row["peak"] is None) == ("compiler" in row["name"]) for row in report["rows"])
-    (full,) = (row["bytes"] for row in report["rows"] if row["name"] == "checkpointing, full")
-    assert full == 2 * 64 * 1024 * 2
+    assert {row["name"]: row["bytes"] for row in report["rows"]}["checkpointing, full"] == 2 * 64 * 1024 * 2
 
 
 def test_table_of_the_alternatives(command: Command, tmp_path: Path) -> None:
@@ -554,8 +544,7 @@ def test_a_model_that_cannot_be_checkpointed_selectively() -> None:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True)) for _ in range(2)]
     report = measure(lambda batch: (nn.Sequential(*layers), torch.randn(batch, 8)), budgets=(), batch=4)
     names = ["baseline", "fewbit, 3 bits", "relumix, 2 bits", *(f"saving, {error}" for error in ERRORS)]
-    names += ["checkpointing, full"]
-    assert [row.name for row in report.rows] == names
+    assert [row.name for row in report.rows] == [*names, "checkpointing, full"]
     (note,) = (note for note in report.notes if note.startswith("checkpointing, selective: "))
     assert "it fails: RuntimeError: Tensor cached during" in note
     assert "inverted; output: cannot replace silu" in report.notes
