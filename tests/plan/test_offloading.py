@@ -55,8 +55,7 @@ def test_what_waits_for_a_link() -> None:
         for link in (1e18, 1e6)
     )
     for name, other in PLAIN.items():
-        policy, plain = POLICIES[name], fast[POLICIES[other]]
-        quick, late = fast[policy], slow[policy]
+        plain, quick, late = fast[POLICIES[other]], fast[POLICIES[name]], slow[POLICIES[name]]
         assert quick.work.seconds == pytest.approx(plain.work.seconds, rel=1e-6)
         assert quick.work.flops == plain.work.flops
         assert (late.saved, late.high, late.host) == (quick.saved, quick.high, quick.host)
@@ -81,13 +80,12 @@ def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="offload moves nothing: tensors of the device cpu"):
         actual = results(model, inputs)
     assert error != "exact" or not differences(actual, expected)
-    meter = Meter([*model.parameters()], CPU)
+    meter = Meter(owned := [*model.parameters()], CPU)
     monkeypatch.setitem(offload.LINKS, HOST, MeteredLink(meter, LINK))
     with meter:
         step(model, inputs)
-    owned = sum(parameter.nbytes for parameter in model.parameters())
     model.zero_grad(set_to_none=True)
-    assert meter.peak + owned == pytest.approx(plan.peak, rel=1e-3)
+    assert meter.peak + sum(each.nbytes for each in owned) == pytest.approx(plan.peak, rel=1e-3)
     assert meter.clock == pytest.approx(plan.seconds, rel=0.01)
     link = SimulatedLink(1e9)
     monkeypatch.setitem(offload.LINKS, HOST, link)
@@ -102,18 +100,16 @@ def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPat
 def test_more_memory_of_the_host_is_no_slower() -> None:
     """Its budget holds; and plans with offloading are as fast as those without."""
     with_host = copy(planner())
-    free = with_host.least("exact")
     with_host.host = 0
     low = with_host.least("exact")
-    assert free < low
     gib = low * 1.02 / GIB
     host = planner().plan(gib, "exact").host
-    assert host > 0
-    plans = []
+    assert host > 0 and planner().least("exact") < low
+    seconds = []
     for share in (0, 0.3, 0.6, 1):
         with_host.host = int(host * share)
-        plans.append(with_host.plan(gib, "exact"))
-        assert plans[-1].fits and plans[-1].host <= host * share
-    assert all(b.seconds <= a.seconds * 1.001 for a, b in pairwise(plans))
-    assert plans[-1].seconds < plans[0].seconds
+        plan = with_host.plan(gib, "exact")
+        assert plan.fits and plan.host <= host * share
+        seconds.append(plan.seconds)
+    assert all(b <= a * 1.001 for a, b in pairwise(seconds)) and seconds[-1] < seconds[0]
     assert MOVED.name in {point.name for point in planner().plan(gib, "exact", front=True).points}

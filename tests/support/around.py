@@ -40,10 +40,8 @@ def _in_a_thread(_: Any, loss: Tensor) -> None:
 def _partial(model: Any, x: Tensor) -> Any:
     y = model(x)
     weights = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    first = [
-        torch.autograd.grad(loss_of(y), each, retain_graph=True)[0]
-        for each in (weights[-1], weights[0], weights[-1])
-    ]
+    some = weights[-1], weights[0], weights[-1]
+    first = [torch.autograd.grad(loss_of(y), each, retain_graph=True)[0] for each in some]
     loss_of(y).backward()
     return first
 

@@ -32,8 +32,7 @@ MORE: dict[str, dict[str, Any]] = {
     "phi3": GROUPED | {"pad_token_id": 0},
     "gemma2": GROUPED | {"head_dim": 12, "hidden_activation": "gelu_pytorch_tanh"},
     "albert": TEXT | {"embedding_size": 24},
-    "opt": {"hidden_size": 48, "num_attention_heads": 4, "ffn_dim": 192, "num_hidden_layers": 2}
-    | {"vocab_size": WORDS},
+    "opt": TEXT | {"ffn_dim": 192},
     "bloom": {"hidden_size": 48, "n_head": 4, "n_layer": 2, "vocab_size": WORDS},
     "apertus": GROUPED | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }

@@ -25,9 +25,7 @@ def modules() -> dict[str, Path]:
     """Return the file of each module; in a live install the packages in TOPS lie in different folders."""
     names = dict.fromkeys(TOPS)
     for top in TOPS:
-        names |= dict.fromkeys(
-            walk_package.name for walk_package in pkgutil.walk_packages(_spec(top)[1], f"{top}.")
-        )
+        names |= dict.fromkeys(each.name for each in pkgutil.walk_packages(_spec(top)[1], f"{top}."))
     return {name: Path(_spec(name)[0]) for name in names}
 
 

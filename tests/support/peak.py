@@ -25,9 +25,7 @@ def peak_memory(step: Callable[[], object], *models: nn.Module) -> Counter[str]:
     memory if the tensors are fake.
     """
     tracker, nothing = MemTracker(), RemovableHandle(OrderedDict())
-    for parameter in (
-        parameter for model in models for parameter in model.parameters() if not parameter.requires_grad
-    ):
+    for parameter in (each for model in models for each in model.parameters() if not each.requires_grad):
         # the tracker hooks parameters without a handle, and fails on these
         tracker._param_to_grad_hook_handles[parameter] = (nothing, nothing)
     tracker.memory_tracking = _Unlisted()  # the peak of the step is asked for, and not that of each module
