@@ -64,7 +64,8 @@ def test_same(name: str) -> None:
         parameter.grad = torch.ones_like(parameter)
 
     def looks() -> Any:
-        return copy.deepcopy((net.state_dict(), gradients(net), torch.get_rng_state(), random.getstate()))
+        values = copy.deepcopy((net.state_dict(), gradients(net), torch.get_rng_state(), random.getstate()))
+        return values, [type(module) for module in net.modules()]
 
     before = looks()
     actual = fitact.verify(net, X)
