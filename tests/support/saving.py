@@ -1,7 +1,7 @@
 """Models as they are and models that save less, and what both do: outputs, gradients, errors and bytes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
@@ -137,23 +137,41 @@ def saving_less(make: Callable[[], Any], x: Tensor = X, wide: Tensor | None = No
     return saves(models, wide.to(given.get("dtype", torch.float32)), given.get("autocast"))
 
 
+def off(actual: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> float:
+    """Return how far gradients are off, all in one vector, relative to those that are expected."""
+    a, b = (torch.cat([x.double().flatten() for x in many if x is not None]) for many in (actual, expected))
+    return float((a - b).norm() / b.norm())
+
+
 def both_ways(
-    compute: Callable[..., Tensor], *inputs: Tensor, autocast: torch.dtype | None = None, **given: Any
+    compute: Callable[..., Tensor],
+    *inputs: Tensor,
+    autocast: torch.dtype | None = None,
+    most: float = 0.0,
+    **given: Any,
 ) -> list[int]:
     """Compare output, gradients and a random number that follows with those in the context.
 
-    Returns the bytes that are saved without the context and in it, which hooks count; it runs without hooks, too.
+    Gradients are those of the inputs, and of a module's parameters; `most` is how far they may be `off`. Returns
+    the bytes that are saved without the context and in it, which hooks count; it runs without hooks, too.
     """
-    wanted, results, sizes = [tensor for tensor in inputs if tensor.requires_grad], [], []
+    modules = [compute] if isinstance(compute, nn.Module) else []
+    leaves = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
+    wanted, results, sizes = [leaf for leaf in leaves if leaf.requires_grad], [], []
     for context, counted in product((nullcontext, partial(fitact.saving, **given)), (True, False)):
         torch.manual_seed(0)
-        with count_saved() if counted else nullcontext() as saved, cast(autocast), context():
+        with count_saved(*modules) if counted else nullcontext() as saved, cast(autocast), context():
             y = compute(*inputs)
         sizes += [] if saved is None else [saved.bytes]
         dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
-        gradients = torch.autograd.grad(y, wanted, dy) if wanted else None
-        results.append((y.detach(), y.stride(), torch.rand(1), gradients))
-    assert not any(differences(results[0], other) for other in results[1:])
+        results.append([(y.detach(), y.stride(), torch.rand(1))])
+        for again in (True, False)[not counted :] if wanted else ():
+            results[-1].append(torch.autograd.grad(y, wanted, dy, retain_graph=again))
+    expected, *gradients = results[0]
+    for actual, *several in results[1:]:
+        assert not differences(expected, actual)
+        for each in several:
+            assert off(each, gradients[0]) <= most if most else not differences(gradients[0], each)
     return sizes
 
 
