@@ -20,6 +20,7 @@ from fitact.runtime.saving import storage
 from fitact.runtime.saving.blocks import BITS, decode, encode, nbytes
 from fitact.runtime.saving.recompute import Reading
 from fitact.runtime.saving.storage import Bits, Quantised
+from tests.support import saving
 from tests.support.blocks import Layer
 from tests.support.saving import HALF, cast, differences, gradients, loss_of, stepped
 
@@ -37,9 +38,7 @@ def step(layer: Any, call: Call, context: Any = None) -> Any:
 
 def off(call: Call, expected: Call = Layer.__call__, context: Any = None) -> float:
     """Return how far gradients of a call in a context are off, relative to those that are expected."""
-    both = step(Layer(), call, context), step(Layer(), expected)
-    a, b = (torch.cat([leaf.flatten() for leaf in tree_leaves(actual[1:]) if leaf is not None]) for actual in both)
-    return float((a - b).norm() / b.norm())
+    return saving.off(*(tree_leaves(step(Layer(), *given)[1:]) for given in ((call, context), (expected,))))
 
 
 class Seen(saved_tensors_hooks):
