@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fitact.runtime.kernels.ops import NUMBER
 from fitact.runtime.measure.saved import count_saved
@@ -118,23 +118,29 @@ def test_compiled_code_asks_for_gradients_too(case: Generated) -> None:
         assert same(changing(x.clone().requires_grad_()), 2 * case.baseline(x))
 
 
-@kinds("gelu_inverted1")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_a_change_inside_what_is_compiled(case: Generated, backend: str, change: str, layout: str) -> None:
+CHANGED = product(USUAL, CHANGES, LAYOUTS.keys() - {"empty"}, (None, *BACKENDS))
+CHANGED = [row for row in CHANGED if row[3] is None or row[2] in ("contiguous", "transposed")]
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "layout", "backend"),
+    full(sorted(CHANGED, key=str), lambda row: row[3] is None or row[0] == "gelu_inverted1"),
+    indirect=["case"],
+)
+def test_a_change_of_the_output(case: Generated, change: str, layout: str, backend: str | None) -> None:
     """PyTorch's error, in backward or already in the compiler; where codes are all that is saved, the gradient."""
-    f = case.function
+    f, x = case.function, LAYOUTS[layout]().requires_grad_()
     function = compiled(lambda t: CHANGES[change](f(t)), backend)
-    x = LAYOUTS[layout]().requires_grad_()
     if case.saves_output:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             function(x).sum().backward()
         return
-    y = case.baseline(x.detach()).requires_grad_()
-    (dy,) = torch.autograd.grad(CHANGES[change](y * 1).sum(), y)
-    (dx,) = torch.autograd.grad(function(x).sum(), x)
-    case.check_gradient(x, y, dy, dx)
+    y, before = function(x), f(x).detach()
+    assert same(y, CHANGES[change](before.clone()))
+    leaf = before.requires_grad_()
+    (dy,) = torch.autograd.grad(CHANGES[change](leaf * 1).sum(), leaf)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    case.check_gradient(x, before, dy, dx)
 
 
 @kinds(*QUICK, "own_inverted")
@@ -280,17 +286,6 @@ def test_second_derivatives_of_compiled_code_raise(case, derive, backend, reques
         derive(compiled(case.function, backend), torch.randn(3, requires_grad=True))
 
 
-def selective(f, *given):
-    """What is saved of the activation is saved, and the rest recomputed."""
-
-    def keep(_ctx, op, *_args, **_kwargs):
-        ours = op == torch.ops.fitact.forward.default
-        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, keep)
-    return checkpoint(f, *given, use_reentrant=False, context_fn=contexts)
-
-
 def on_cpu(f, *given):
     with torch.autograd.graph.save_on_cpu():
         return f(*given)
@@ -299,7 +294,11 @@ def on_cpu(f, *given):
 CHECKPOINTS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
-    "selective": selective,
+    "selective": partial(  # what is saved of the activation is saved, and the rest recomputed
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.fitact.forward.default]),
+    ),
     "on the CPU": on_cpu,
 }
 
