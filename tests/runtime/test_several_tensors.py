@@ -1,7 +1,7 @@
 """Gates and formulas with learned parameters at run time: values, gradients, bytes, and PyTorch around them."""
 
 import copy
-import io
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -142,28 +142,19 @@ def test_layouts(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_only_what_is_wanted(name: str) -> None:
-    each = operation(name)
-    tensors = each.tensors(torch.randn(4, C))
-    dy = torch.randn_like(tensors[0])
-    every = gradients(each.function, tensors, dy)
-    for wanted in range(len(tensors)):
-        leaves = [part.detach().requires_grad_(i == wanted) for i, part in enumerate(tensors)]
-        (actual,) = torch.autograd.grad(each.function(*leaves), leaves[wanted], dy)
-        assert same(actual, every[wanted])
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_autocast_changes_nothing(name: str) -> None:
+    """In autocast too, which changes nothing."""
     each = operation(name)
     for dtype in (torch.float32, HALF):
         x, *others = each.tensors(torch.randn(4, C))
-        leaves = [part.to(dtype if name in FITS or part is x else part.dtype) for part in (x, *others)]
-        leaves = [part.requires_grad_() for part in leaves]
-        with torch.autocast("cpu", torch.bfloat16):
-            y, plain = each.function(*leaves), each.function(*(part.detach() for part in leaves))
-        assert y.dtype == dtype and same(y, plain) and same(y, each.function(*leaves))
-        actual = torch.autograd.grad(y, leaves, torch.ones_like(y))
-        assert all(map(same, actual, gradients(each.function, leaves, torch.ones_like(y))))
+        tensors = [x.to(dtype), *(part.to(dtype) if name in FITS else part for part in others)]
+        dy = torch.randn(x.shape).to(dtype)
+        expected, every = each.function(*tensors), gradients(each.function, tensors, dy)
+        for wanted in range(len(tensors)):
+            leaves = [part.detach().requires_grad_(i == wanted) for i, part in enumerate(tensors)]
+            with torch.autocast("cpu", torch.bfloat16):
+                y, plain = each.function(*leaves), each.function(*tensors)
+            assert y.dtype == dtype and same(y, expected) and same(y, plain)
+            assert same(torch.autograd.grad(y, leaves[wanted], dy)[0], every[wanted])
 
 
 @pytest.mark.parametrize("name", ["dyt", "swish_beta"])
@@ -240,10 +231,8 @@ def test_no_name_of_modules_is_free() -> None:
 
 @pytest.mark.parametrize("name", ["dyt", "swish_beta"])
 def test_modules_are_their_functions_copied_and_pickled(name: str) -> None:
-    each, file, x = made(name), io.BytesIO(), torch.randn(2, C)
-    torch.save(each, file)
-    file.seek(0)
-    for other in (copy.deepcopy(each), torch.load(file, weights_only=False)):
+    each, x = made(name), torch.randn(2, C)
+    for other in (copy.deepcopy(each), pickle.loads(pickle.dumps(each))):
         assert torch.equal(each(x), other(x)) and torch.equal(each(x), call(name, x, [*each.parameters()]))
     g, u = halves(torch.float32, 3, 20)
     assert same(gate_module("recompute").OwnRecompute()(g, u), gate("recompute")(g, u))

@@ -1,6 +1,5 @@
 """Cross entropy: logits are saved in half precision, and gradients are PyTorch's, bit for bit."""
 
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +16,7 @@ from tests.support.around import AROUND
 from tests.support.blocks import built
 from tests.support.peak import peak_memory
 from tests.support.rows import full
-from tests.support.saving import HALF, agree, cast, differences, pair, saving_less
+from tests.support.saving import HALF, agree, cast, differences, observed, off, pair, saving_less
 
 WIDTH = 8
 X = torch.randn(2, 3, WIDTH)
@@ -83,26 +82,18 @@ def test_what_is_left_to_pytorch(name: str) -> None:
     assert len({type(model(X.to(dtype)).grad_fn) for model in models}) == 1
 
 
-def test_a_second_derivative() -> None:
-    def step(model: Any, x: Tensor) -> Any:
-        (dx,) = torch.autograd.grad(model(x), x, create_graph=True)
-        return torch.autograd.grad(dx.square().sum(), [x, model.head.weight])
-
-    agree(model_of, step, X, HALF)
+def twice(model: Any, x: Tensor) -> Any:
+    (dx,) = torch.autograd.grad(model(x), x, create_graph=True)
+    return torch.autograd.grad(dx.float().square().sum(), [x, model.head.weight])
 
 
-def test_a_second_derivative_of_several_pieces() -> None:
-    """Backward runs them anew as one, so sums are rounded otherwise."""
-    x, w, target = torch.randn(64, 16), torch.randn(16, 7), torch.randint(0, 7, (64,))
-    results = []
-    for context in (nullcontext(), fitact.saving()):
-        leaf, weight = (each.to(HALF).requires_grad_() for each in (x, w))
-        with context:
-            loss = F.cross_entropy((leaf @ weight).float(), target)
-            (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
-            results.append(torch.autograd.grad(dx.float().square().sum(), weight)[0])
-    assert type(loss.grad_fn).__name__ == "_CrossEntropyBackward"
-    torch.testing.assert_close(*results, rtol=0.02, atol=1e-4)
+def test_second_derivatives() -> None:
+    """Backward runs several pieces anew as one, so sums are rounded otherwise."""
+    agree(model_of, twice, X, HALF)
+    models, x = pair(partial(model_of, rows=64), HALF), torch.randn(8, 8, WIDTH).to(HALF)
+    assert type(models[1](x).grad_fn).__name__ == "_CrossEntropyBackward"
+    expected, actual = (observed(model, twice, x)[0] for model in models)
+    assert off(actual, expected) < 0.02
 
 
 def test_errors_are_pytorchs() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import operator
 import pickle
 import threading
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 
@@ -47,18 +45,6 @@ def test_compiled() -> None:
     for name, call in ("saving", within), ("checkpoint", partial(fitact.checkpoint, torch.sin)):
         with pytest.raises(RuntimeError, match=f"{name} is for eager code"):
             torch.compile(call, backend="aot_eager", fullgraph=True)(X)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
-def test_compiled_alone() -> None:
-    """Alone, at most the activation is compiled, since PyTorch 2.14; nothing around it is compiled with it."""
-    torch._dynamo.reset()
-    counter, (baseline, model) = CompileCounter(), pair(MODELS["gate"])
-    for each, context in (baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()):
-        each.act.compile(backend=counter)
-        with context:
-            train(each, X.clone().requires_grad_())
-    assert (counter.frame_count, counter.op_count) in ((0, 0), (2, 2))
 
 
 def test_nested_as_a_decorator_and_left_by_an_exception() -> None:
@@ -154,8 +140,7 @@ def test_no_garbage(name: str) -> None:
         gc.collect()
         gc.disable()
         before = tensors()
-        y = model(X)
-        del y
+        model(X)
         forward = tensors()
         train(model, X)
         results.append((forward - before, tensors() - before))
@@ -187,9 +172,7 @@ STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "of a part": lambda x: (lambda s: torch.cat([torch.log(s[:, :128]), s[:, 128:]], 1))(torch.sigmoid(x)),
     "and a product": lambda x: (lambda s: (s * x) * torch.log(s))(torch.sigmoid(x)),
     "in place": lambda x: torch.sigmoid(x).add(0).sqrt_(),
-    "sqrt": lambda x: torch.sqrt(torch.sigmoid(x)),
     "rsqrt": lambda x: torch.rsqrt(torch.sigmoid(x)),
-    "inverse": lambda x: 1 / torch.sigmoid(x),
     "inverse as a power": lambda x: (x * x + 0.5) ** -1,
     "power": lambda x: torch.sigmoid(x) ** 0.3,
     "quotient": lambda x: torch.tanh(x) / (torch.sigmoid(x) + 0.01),
@@ -284,17 +267,9 @@ class Own(Registered, name="own"):
     pass
 
 
-def _saved(model: nn.Module) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "save": _saved,
 }
 
 
