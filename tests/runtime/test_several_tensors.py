@@ -178,19 +178,14 @@ def test_ops_are_what_they_say(name: str) -> None:
 
 @every_gate
 def test_bytes_of_storages(name: str) -> None:
-    """Halves of one tensor are saved as the views that they are."""
-    whole = torch.randn(16, 2 * 1024).to(HALF).requires_grad_()
-    with count_saved() as saved:
-        g, u = whole.chunk(2, -1)
-        gate(name)(g, u).sum()
-    assert [size for size in sizes(saved) if size > 16] == [4 * 16 * 1024]
-
-
-def test_learned_numbers_are_saved_once_more_in_float32() -> None:
-    x = torch.randn(64, 128, C, requires_grad=True)
-    with count_saved() as saved:
+    """Halves of one tensor are saved as the views that they are; learned numbers once more, in float32."""
+    whole, x = torch.randn(16, 2 * 1024).to(HALF).requires_grad_(), torch.randn(64, 128, C, requires_grad=True)
+    with count_saved() as of_gate:
+        gate(name)(*whole.chunk(2, -1))
+    with count_saved() as learned:
         made("dyt")(x)
-    assert sizes(saved) == [3 * C * 4, x.nbytes]
+    assert [size for size in sizes(of_gate) if size > 16] == [4 * 16 * 1024]
+    assert sizes(learned) == [3 * C * 4, x.nbytes]
 
 
 def test_the_linear_layer_after_a_gate_recomputes_its_input_bit_for_bit() -> None:
