@@ -96,8 +96,7 @@ def test_accelerate() -> None:
     compiled = fitact.compile(model, fullgraph=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared, optimizer = accelerator.prepare(compiled, torch.optim.SGD(model.parameters()))
-    x = torch.randn(TOKENS, 256)
-    accelerator.backward(prepared(x).square().mean())
+    accelerator.backward(prepared(torch.randn(TOKENS, 256)).square().mean())
     optimizer.step()
     (records,) = fitact.compile_report(compiled).graphs
     assert [record.bits for record in records if record.bits] == [8]

@@ -134,8 +134,7 @@ OF_LEARNED = [
 
 @pytest.mark.parametrize(("name", "pass_", "dtype", "target", "place"), full(OF_LEARNED, QUICK_LEARNED))
 def test_learned_numbers(name: str, pass_: str, dtype: str, target: str, place: str) -> None:
-    formula = find(learned_module(name)._KEY)
-    asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm
+    asm = LearnedKernel(name, pass_, find(learned_module(name)._KEY), place).compile(dtype, target).asm
     assert "atomic" not in asm["ttir"]
     assert code(asm).spills == 0
 

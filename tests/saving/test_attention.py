@@ -41,8 +41,7 @@ def tensors(
 
 
 def bias(*shape: int) -> Tensor:
-    x = torch.randn(*(shape or (1, HEADS, ROWS, ROWS)))
-    return x.index_fill(-1, torch.tensor([1]), -torch.inf)
+    return torch.randn(*(shape or (1, HEADS, ROWS, ROWS))).index_fill(-1, torch.tensor([1]), -torch.inf)
 
 
 attend = F.scaled_dot_product_attention
@@ -251,8 +250,7 @@ def model_of(name: str) -> nn.Module:
     kind, sizes = (EAGER | SDPA)[name]
     config = transformers.AutoConfig.for_model(kind, **sizes)
     config.use_cache = False
-    how = "sdpa" if name in SDPA else "eager"
-    return transformers.AutoModel.from_config(config, attn_implementation=how)
+    return transformers.AutoModel.from_config(config, attn_implementation="sdpa" if name in SDPA else "eager")
 
 
 def call(name: str, model: Any, x: Tensor) -> Tensor:
@@ -309,8 +307,7 @@ NO_LESS = {("plain", torch.float32, None), ("plain", HALF, None), ("cast in betw
 @pytest.mark.parametrize("weigh", WEIGH)
 def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     def call(m: Any, x: Tensor) -> Tensor:
-        weights = WEIGH[weigh](m.q(x) @ m.k(x).transpose(-1, -2) * 0.25)
-        return m.o(weights.to(x.dtype) @ m.v(x))
+        return m.o(WEIGH[weigh](m.q(x) @ m.k(x).transpose(-1, -2) * 0.25).to(x.dtype) @ m.v(x))
 
     x, wide, layers = torch.randn(3, 5, 16), torch.randn(2, 200, 16), {name: nn.Linear(16, 16) for name in "qkvo"}
     before, after = saving.saving_less(lambda: built(call, **layers), x, wide, dtype=dtype, autocast=autocast)

@@ -86,15 +86,10 @@ def by_counts_alone() -> Iterator[None]:
 def still_there(model: nn.Module, x: Tensor) -> int:
     """Return how many outputs of linear layers are there when backward comes to the first; later none may be."""
     model(x).sum().backward()  # gradients are there from now on
-    outputs: list[StorageWeakRef] = []
-    actual: list[bool] = []
-
-    def note(_: nn.Module, __: object, y: Tensor) -> None:
-        outputs.append(StorageWeakRef(y.untyped_storage()))
-
+    outputs, actual = list[StorageWeakRef](), list[bool]()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(note)
+            module.register_forward_hook(lambda _, __, y: outputs.append(StorageWeakRef(y.untyped_storage())))
     first = model.get_parameter("blocks.0.norm.weight")
     first.register_hook(lambda _: actual.extend(not each.expired() for each in outputs))
     model(x).sum().backward()

@@ -47,10 +47,9 @@ def test_gradients_and_bytes(name: str, dtype: torch.dtype, autocast: torch.dtyp
 @pytest.mark.parametrize("name", SMALL)
 def test_peak(name: str, dtype: torch.dtype) -> None:
     """Not even a single block of modules takes more, although it recomputes while its gradients are there."""
-    wide = torch.randn(64 if name in MODELS else 16, 32, 16).to(dtype)
     for count in (1, 3) if name in MODELS else (3,):
         make = partial(lambda n: nn.Sequential(*(SMALL[name]() for _ in range(n))), count)
-        before, after = peaks(pair(make, dtype), wide)
+        before, after = peaks(pair(make, dtype), torch.randn(64 if name in MODELS else 16, 32, 16).to(dtype))
         assert after < before if count > 1 and name in MODELS else after <= before
 
 

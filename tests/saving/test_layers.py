@@ -59,10 +59,9 @@ def test_slopes_without_norms(act: nn.Module) -> None:
 
 
 def test_slopes_see_changes() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())
     for context in (nullcontext(), fitact.saving(bits=8)):
         with context:
-            y = model(torch.randn(4, 16, 32, 32).requires_grad_())
+            y = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())(torch.randn(4, 16, 32, 32).requires_grad_())
             z = y.sum()
         y.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -274,8 +274,7 @@ def test_checkpoints(links: Any, error: str) -> None:
     model = stack(link, depth=8)
     expected = stepped(model, WIDE, EACH if error == "exact" else each(fitact.checkpoint, error=error))
     assert not link.log
-    sent_away = stepped(model, WIDE, each(fitact.checkpoint, error=error, offload="all"))
-    assert not differences(expected, sent_away)
+    assert not differences(expected, stepped(model, WIDE, each(fitact.checkpoint, error=error, offload="all")))
     assert [name for name, _ in link.log] == ["to host"] * 7 + ["to device"] * 6
     assert {size for _, size in link.log} == {SIZE if error == "exact" else WIDE.numel()}
     assert link.stalls == 0
@@ -283,8 +282,7 @@ def test_checkpoints(links: Any, error: str) -> None:
 
 def test_pytorchs_checkpoints_inside(links: Any) -> None:
     link, model = links(FAST), stack(depth=6)
-    expected = stepped(model, WIDE, EACH)
-    assert not differences(expected, stepped(model, WIDE, EACH, saving(offload="all")))
+    assert not differences(stepped(model, WIDE, EACH), stepped(model, WIDE, EACH, saving(offload="all")))
     assert [name for name, _ in link.log] == ["to host"] * 5 + ["to device"] * 3
 
 
@@ -302,8 +300,7 @@ def test_without_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and gradients as without offloading; below a MiB nothing would move, so nothing is said."""
     monkeypatch.setattr(offload, "_made", offload._Made())
     model = stack()
-    expected = step(model, saving())
-    assert not differences(expected, step(model, saving(offload="all")))
+    assert not differences(step(model, saving()), step(model, saving(offload="all")))
     wide = torch.cat([WIDE] * 8)
     with pytest.warns(UserWarning, match="offload moves nothing: tensors of the device cpu stay where they are"):
         step(model, saving(offload="all"), wide)

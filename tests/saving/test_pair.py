@@ -88,8 +88,7 @@ def test_left_alone() -> None:
     with seen:
         x = block(WIDE * 1).flatten(0, 1)
         y = x.masked_fill(mask, 0) + x[index][:512] * mask.to(x.dtype)
-        z = F.softmax(y[:64, :64] * 2, -1) * scores.exp() + scores.exp() * y[:64]
-        z.sum().backward()
+        (F.softmax(y[:64, :64] * 2, -1) * scores.exp() + scores.exp() * y[:64]).sum().backward()
     own = {parameter.data_ptr() for parameter in block.parameters()}
     for tensor, stored in seen.packed:
         alone = tensor.data_ptr() in own or not tensor.is_floating_point() or tensor.numel() < 4096
@@ -325,6 +324,5 @@ def test_masks_in_torch_remat(remat: Any) -> None:
     def forward(block: Layer, x: Tensor) -> Tensor:
         return remat.region(attend, "attention", recompute=False)(0.3 * block.norm(x))
 
-    options = {"saved_tensors_hooks": fitact.hooks()}
-    call = remat.checkpoint(region_name="block", **options)(forward)
+    call = remat.checkpoint(region_name="block", saved_tensors_hooks=fitact.hooks())(forward)
     assert LEAST < off(call, forward) < MOST

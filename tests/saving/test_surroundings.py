@@ -57,8 +57,7 @@ def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Example:
         torch.manual_seed(0)
         return make().train()
 
-    name = next(iter(inspect.signature(fresh().forward).parameters))
-    return Example(fresh, {name: x.clone().requires_grad_()})
+    return Example(fresh, {next(iter(inspect.signature(fresh().forward).parameters)): x.clone().requires_grad_()})
 
 
 def scores_changed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,11 +162,7 @@ def partly(of: Example, model: nn.Module) -> Any:
 
 def penalty(of: Example, model: nn.Module) -> Any:
     """The norm of the gradient is part of the loss."""
-    wanted = [
-        parameter
-        for parameter in (of.first, *model.parameters())
-        if parameter is not None and parameter.requires_grad
-    ]
+    wanted = [each for each in (of.first, *model.parameters()) if each is not None and each.requires_grad]
     loss = of.loss(model)
     actual = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
     (loss + sum(each.square().sum() for each in actual if each is not None)).backward()
@@ -277,8 +272,7 @@ def threads(of: Example, model: nn.Module) -> Any:
 
 
 def without_gradient(of: Example, model: nn.Module) -> Any:
-    losses = [mode()(of.loss)(model) for mode in (torch.no_grad, torch.inference_mode)]
-    return losses, trained(of, model.eval())
+    return [mode()(of.loss)(model) for mode in (torch.no_grad, torch.inference_mode)], trained(of, model.eval())
 
 
 def compiled(parts: bool, of: Example, model: nn.Module) -> Any:
@@ -294,8 +288,7 @@ def compiled(parts: bool, of: Example, model: nn.Module) -> Any:
 
 def around(step: Callable[[Any, Tensor], Any], of: Example, model: nn.Module) -> Any:
     assert of.first is not None
-    result = step(model, of.first)
-    return result, of.first.grad, gradients(model)
+    return step(model, of.first), of.first.grad, gradients(model)
 
 
 CASES: dict[str, Case] = {
