@@ -63,9 +63,7 @@ def test_masks_of_numbers() -> None:
     assert (mask.kind, mask.bits, mask.before, mask.after) == ("mask", 1, 128 * 128 * 2, 128 * 128 // 8)
     error, records = coded(partial(masked, False), shape, torch.bfloat16, bits=8)
     assert error < 0.02
-    assert {record.reason for record in records if record.operation == "convert_element_type"} == {
-        "attention's mask"
-    }
+    assert {each.reason for each in records if each.operation == "convert_element_type"} == {"attention's mask"}
 
 
 def scored() -> nn.Module:
@@ -126,12 +124,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
 def test_kinds(name: str) -> None:
     block, shape, budget, expected = KINDS[name]
     error, records = coded(block, shape, error="coarse", budget=budget)
-    kinds = [
-        (record.operation, (record.kind, record.bits, record.reason))
-        for record in records
-        if record.operation != "input"
-    ]
-    assert {f"{name}: {' '.join(str(part) for part in parts if part)}" for name, parts in kinds} == expected
+    kinds = [(each.operation, each.kind, each.bits, each.reason) for each in records if each.operation != "input"]
+    assert {f"{name}: {' '.join(str(part) for part in parts if part)}" for name, *parts in kinds} == expected
     assert error < 0.3
 
 
@@ -188,8 +182,8 @@ def test_views_of_one_storage() -> None:
         return built(split, up=nn.Linear(64, 256), down=nn.Linear(128, 64))
 
     error, records = coded(make, (128, 64), budget=1.0)
-    actual = [(record.before, record.after) for record in records if record.operation == "addmm"]
-    assert actual == [(4 * 128 * 256, blocks.nbytes((128, 256), 8))]
+    (record,) = (record for record in records if record.operation == "addmm")
+    assert (record.before, record.after) == (4 * 128 * 256, blocks.nbytes((128, 256), 8))
     assert error < 0.02
 
 

@@ -57,15 +57,13 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int, ..
     """Bytes saved besides parameters and the input, and all gradients, in float32."""
     torch.manual_seed(1)
     x = torch.randn(shape, dtype=next(model.parameters()).dtype).requires_grad_()
-    own = {storage_id(parameter) for parameter in (x, *model.parameters())}
+    leaves = [x, *model.parameters()]
     model.zero_grad()
     y = run(x)
-    saved = {
-        storage_id(each): each.untyped_storage().nbytes() for each in y.grad_fn.saved_tensors if each is not None
-    }
+    saved = {storage_id(x): x.untyped_storage().nbytes() for x in y.grad_fn.saved_tensors if x is not None}
     y.float().square().mean().backward()
-    gradients = [parameter.grad.float() for parameter in (x, *model.parameters()) if parameter.grad is not None]
-    return sum(size for key, size in saved.items() if key not in own), gradients
+    gradients = [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
+    return sum(saved[key] for key in saved.keys() - {storage_id(leaf) for leaf in leaves}), gradients
 
 
 def plain(budget: float, model: nn.Module, shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
@@ -181,9 +179,8 @@ def test_dynamic_shapes() -> None:
 
 
 def test_outputs_are_left_alone() -> None:
-    model = built(
-        lambda m, x: (m.head(y := m.layer(x).tanh()), y), layer=nn.Linear(64, 64), head=nn.Linear(64, 99)
-    )
+    layers = {"layer": nn.Linear(64, 64), "head": nn.Linear(64, 99)}
+    model = built(lambda m, x: (m.head(y := m.layer(x).tanh()), y), **layers)
     options = fitact.compile_options(budget=1.0)
     run_graphs(model, options, 1.0)(torch.randn(256, 64))
     reasons = {graph.operation: graph.reason for graph in options.report.graphs[0]}
@@ -266,10 +263,8 @@ def test_beside_converted_activations() -> None:
     """What a converted activation saves is a code already, and stays; the rest becomes codes."""
     (whole, expected), (saved, actual), records = beside(partial(made, partial(Gelu, act=GeluFewbit3())))
     assert saved < 0.62 * whole and off(actual, expected) < 0.015
-    codes = [record for record in records if record.dtype is torch.uint8]
-    assert [(code.bits, code.before, code.reason) for code in codes] == [
-        (None, TOKENS * 1024 * 3 // 8, "of uint8")
-    ]
+    (code,) = (record for record in records if record.dtype is torch.uint8)
+    assert (code.bits, code.before, code.reason) == (None, TOKENS * 1024 * 3 // 8, "of uint8")
     others = {(record.dtype, record.bits, record.reason) for record in records if record.operation == "forward"}
     assert others == {(torch.uint8, None, "of uint8"), (torch.bfloat16, 8, "")}
 

@@ -83,9 +83,7 @@ def test_scaled_losses() -> None:
         return gradients
 
     expected, actual = trained({}), trained(fitact.compile_options())
-    finite, same = (
-        [all(each.isfinite().all() for each in step) for step in steps] for steps in (expected, actual)
-    )
+    finite, same = ([all(x.isfinite().all() for x in step) for step in steps] for steps in (expected, actual))
     assert finite == same and {*finite} == {False, True}
     assert all(off(b, a) < 0.012 for a, b, known in zip(expected, actual, finite, strict=True) if known)
 

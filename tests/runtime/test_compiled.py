@@ -34,12 +34,7 @@ QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for 
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
 QUICK |= {(name, *pair, "sm_90") for name in ("tanh_output", "relu2_output") for pair in (PAIRS[0], PAIRS[3])}
-ROWS = [
-    (each, *pair, target)
-    for target in TARGETS
-    for each in every()
-    for pair in (PAIRS if each.saves_output else PAIRS[:3])
-]
+ROWS = [(each, *pair, target) for target in TARGETS for each in every() for pair in PAIRS[: 3 + each.saves_output]]
 
 
 def share(kernel: Kernel, dtype: str, *others: str) -> int:
@@ -125,11 +120,8 @@ QUICK_LEARNED = {
 }
 
 
-OF_LEARNED = [
-    row
-    for row in product(CASES, PASSES, ("bf16", "fp32"), TARGETS, PLACES)
-    if CASES[row[0]].wide == (row[-1] != "one")
-]
+OF_LEARNED = product(CASES, PASSES, ("bf16", "fp32"), TARGETS, PLACES)
+OF_LEARNED = [row for row in OF_LEARNED if CASES[row[0]].wide == (row[-1] != "one")]
 
 
 @pytest.mark.parametrize(("name", "pass_", "dtype", "target", "place"), full(OF_LEARNED, QUICK_LEARNED))

@@ -61,8 +61,8 @@ def test_gates_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
             assert all(map(same, gradients(function, (g, u), dh), gradients(baseline, (g, u), dh)))
     g, u = halves(torch.float64, 50, 40)
     dh = torch.randn(g.shape, dtype=torch.float64)
-    for gradient, other in zip(gradients(function, (g, u), dh), gradients(baseline, (g, u), dh), strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-13)
+    actual, exact = (gradients(each, (g, u), dh) for each in (function, baseline))
+    torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
 
 
 @every_formula
@@ -85,8 +85,7 @@ def test_formulas(name: str, dtype: torch.dtype) -> None:
     reach = few * eps * dy.abs().double() * (1 + (dx_expected / dy.double()).abs())
     assert bool(((dx.double() - dx_expected).abs() <= reach + torch.finfo(dtype).tiny).all())
     rtol, atol = (1e-5, 1e-3) if wide == torch.float32 else (1e-12, 1e-10)
-    for expected_number, other in zip(actual, expected_numbers, strict=True):
-        torch.testing.assert_close(expected_number.double(), other, rtol=rtol, atol=atol)
+    torch.testing.assert_close([each.double() for each in actual], expected_numbers, rtol=rtol, atol=atol)
 
 
 @every_formula
@@ -111,11 +110,8 @@ def test_layouts(name: str, layout: str) -> None:
             h, dh = gate(name)(x.detach().requires_grad_(), u), torch.randn(x.shape)
             assert same(h, FITS[name][1](x, u))
             assert h.stride() == gate(name)(x, u).stride() == torch.empty_like(x).stride()
-            actual, dense = (
-                gradients(gate(name), pair, dh) for pair in ((x, u), (x.contiguous(), u.contiguous()))
-            )
-            for grad, other in zip(actual, dense, strict=True):
-                torch.testing.assert_close(grad, other, rtol=1e-6, atol=1e-6)
+            dense = gradients(gate(name), (x.contiguous(), u.contiguous()), dh)
+            torch.testing.assert_close(gradients(gate(name), (x, u), dh), dense, rtol=1e-6, atol=1e-6)
         return
     case, x = CASES[name], x.double()
     for dim in range(-x.dim(), 0) if case.wide else (-1,):
@@ -125,19 +121,16 @@ def test_layouts(name: str, layout: str) -> None:
         some = numbers_of(case, channels, torch.float64)
         last = len(some) - 1
         for wide in (None, {last}, {*range(last)}) if channels else (None,):
-            numbers = [
-                (each.detach().flatten()[0] + torch.linspace(0, 0.2, channels if k in wide else 1)).double()
-                for k, each in enumerate(some)
-                if wide is not None
-            ]
-            numbers = [number.requires_grad_() for number in numbers] or some
+            starts = [] if wide is None else [each.detach().flatten()[0] for each in some]
+            spread = (torch.linspace(0, 0.2, channels if k in wide else 1).double() for k in range(len(starts)))
+            numbers = [(each + more).requires_grad_() for each, more in zip(starts, spread, strict=True)] or some
             leaf, dy = x.detach().requires_grad_(), torch.randn(x.shape, dtype=torch.float64)
             y = call(name, leaf, numbers, dim)
             assert y.stride() == torch.empty_like(x).stride() == call(name, x, numbers, dim).stride()
             expected, grads = truth(name, x, numbers, dy, dim)
             torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-            for grad, other in zip(torch.autograd.grad(y, [leaf, *numbers], dy), grads, strict=True):
-                torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-9)
+            actual = [*torch.autograd.grad(y, [leaf, *numbers], dy)]
+            torch.testing.assert_close(actual, grads, rtol=1e-10, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -88,9 +88,8 @@ def test_what_is_reported_is_so(formula: Formula) -> None:
         _, at, said = values.named(formula.text, values.DERIVATIVE)
         x = values.neighbours(at).double().numpy()
         actual = formula.activation.derivative(x)
-        true = np.array(
-            [float(values.exact_value(formula.activation.derivative_formula, point, 20)) for point in x.tolist()]
-        )
+        function = formula.activation.derivative_formula
+        true = np.array([float(values.exact_value(function, point, 20)) for point in x.tolist()])
         limits = 1e-7 * np.maximum(1.0, np.abs(true))
     assert np.min(np.abs(true - said)) <= 2e-3 * np.max(np.abs(true))
     assert np.any(~(np.abs(actual - true) <= limits / 2))

@@ -44,10 +44,8 @@ SIZES = (  # classes, rows, PIECE, how many pieces
     (50, 260, 800, 17),  # logits in each
     (50, 2600, 800, 65),  # a 64th of them
 )
-LARGE = (
-    ((50257, 100, by_rows.PIECE, 5), {}, HALF),
-    ((4096, 2082, by_rows.PIECE, 5), OPTIONS[2], None),
-)  # which take long
+# These take long.
+LARGE = ((50257, 100, by_rows.PIECE, 5), {}, HALF), ((4096, 2082, by_rows.PIECE, 5), OPTIONS[2], None)
 ROWS = full([*product(SIZES, OPTIONS, (None, HALF)), *LARGE], lambda row: row[0] in SIZES)
 
 

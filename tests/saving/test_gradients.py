@@ -75,9 +75,7 @@ def gathered(backward: bool, model: Any, x: Tensor) -> Any:
 
 def asked(model: Any, x: Tensor) -> Any:
     y = model(x)
-    torch.autograd.grad(
-        saving.loss_of(y), next(parameter for parameter in model.parameters() if parameter.ndim >= 2)
-    )
+    torch.autograd.grad(saving.loss_of(y), next(each for each in model.parameters() if each.ndim >= 2))
     return y.detach()
 
 

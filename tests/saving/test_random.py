@@ -153,9 +153,8 @@ def outcome(seed: int, context: Callable[[], AbstractContextManager[Any]]) -> li
 
 def _copy(x: Tensor) -> Tensor:
     """Return a copy with the same strides, as of what is stored elsewhere."""
-    return torch.empty(0, dtype=x.dtype).set_(
-        x.untyped_storage().clone(), x.storage_offset(), x.size(), x.stride()
-    )
+    copied = x.untyped_storage().clone()
+    return torch.empty(0, dtype=x.dtype).set_(copied, x.storage_offset(), x.size(), x.stride())
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 300), pytest.param(10_000, 1200, marks=pytest.mark.full)])
