@@ -31,17 +31,11 @@ KEYS = {"layer": LAYER, "rms": RMS}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def textbook(x: Tensor, kind: str, eps: float = EPS, dims: int = 1) -> Tensor:
-    """The norm of the last dimensions as it is defined, in operations that PyTorch differentiates."""
-    over = tuple(range(-dims, 0))
-    if kind == "layer":
-        x = x - x.mean(over, keepdim=True)
-    return x / (x.square().mean(over, keepdim=True) + eps).sqrt()
-
-
 def expected(x: Tensor, dy: Tensor, kind: str, eps: float = EPS, dims: int = 1) -> tuple[Tensor, Tensor]:
-    leaf = x.detach().double().requires_grad_()
-    y = textbook(leaf, kind, eps, dims)
+    """The norm of the last dimensions as it is defined, in operations that PyTorch differentiates."""
+    leaf, over = x.detach().double().requires_grad_(), tuple(range(-dims, 0))
+    centred = leaf - leaf.mean(over, keepdim=True) if kind == "layer" else leaf
+    y = centred / (centred.square().mean(over, keepdim=True) + eps).sqrt()
     (dx,) = torch.autograd.grad(y, leaf, dy.double())
     return y.detach(), dx
 

@@ -116,15 +116,12 @@ def test_compiled_code_asks_for_gradients_too(case: Generated) -> None:
         assert same(changing(x.clone().requires_grad_()), 2 * case.baseline(x))
 
 
-CHANGED = product(USUAL, CHANGES, LAYOUTS.keys() - {"empty"}, (None, *BACKENDS))
+CHANGED = (row for row in product(USUAL, CHANGES, LAYOUTS, (None, *BACKENDS)) if row[2] != "empty")
 CHANGED = [row for row in CHANGED if row[3] is None or row[2] in ("contiguous", "transposed")]
+CHANGED = full(CHANGED, lambda row: row[3] is None or row[0] == "gelu_inverted1")
 
 
-@pytest.mark.parametrize(
-    ("case", "change", "layout", "backend"),
-    full(sorted(CHANGED, key=str), lambda row: row[3] is None or row[0] == "gelu_inverted1"),
-    indirect=["case"],
-)
+@pytest.mark.parametrize(("case", "change", "layout", "backend"), CHANGED, indirect=["case"])
 def test_a_change_of_the_output(case: Generated, change: str, layout: str, backend: str | None) -> None:
     """PyTorch's error, in backward or already in the compiler; where codes are all that is saved, the gradient."""
     f, x = case.function, LAYOUTS[layout]().requires_grad_()
@@ -287,25 +284,19 @@ def on_cpu(f, *given):
         return f(*given)
 
 
+# What is saved of an activation is saved, and the rest recomputed.
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.fitact.forward.default])
 CHECKPOINTS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
-    "selective": partial(  # what is saved of the activation is saved, and the rest recomputed
-        checkpoint,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.fitact.forward.default]),
-    ),
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE),
     "on the CPU": on_cpu,
 }
-
-
 CHECKED = product(OPERATIONS, CHECKPOINTS, (True, False))
+CHECKED = full(CHECKED, lambda row: row[0] in USUAL or row[1:] == ("not reentrant", False))
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "autocast"),
-    full(CHECKED, lambda row: row[0] in USUAL or row[1:] == ("not reentrant", False)),
-)
+@pytest.mark.parametrize(("name", "variant", "autocast"), CHECKED)
 def test_checkpoints(name, variant, autocast):
     each = operation(name)
 

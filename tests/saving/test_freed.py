@@ -180,12 +180,6 @@ class Twice(torch.autograd.Function):
         return grads[0] * 2 * ctx.saved_tensors[0].view(-1)[:size].view_as(grads[0])
 
 
-def in_parts(m: Any, x: Tensor) -> list[Tensor]:
-    """Return the squares of two layers that read the same."""
-    y = F.gelu(m.up(x))
-    return [m.a(y).square().sum(), m.b(y).square().sum()]
-
-
 def of_a_checkpoint(m: Any, x: Tensor) -> list[Tensor]:
     def part(y: Tensor) -> tuple[Tensor, Tensor]:
         z = F.silu(y)
@@ -197,7 +191,7 @@ def of_a_checkpoint(m: Any, x: Tensor) -> list[Tensor]:
 
 
 READ: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
-    "in two passes": in_parts,
+    "in two passes": lambda m, x: (lambda y: [head(y).square().sum() for head in (m.a, m.b)])(F.gelu(m.up(x))),
     "twice in a function": lambda m, x: [(lambda y: m.a(F.gelu(y) + Twice.apply(y)).square().sum())(m.up(x))],
     "by a checkpoint in three passes": of_a_checkpoint,
 }

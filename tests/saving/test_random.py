@@ -1,5 +1,6 @@
 """Random programs: loss and gradients in the context are PyTorch's bit for bit, and errors where its are."""
 
+import operator
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +24,6 @@ Pick = Callable[[], Tensor]
 
 def _assigned(x: Tensor) -> Tensor:
     x[:, 0] = 0.25
-    return x
-
-
-def _added(x: Tensor, y: Tensor) -> Tensor:
-    x += y.to(x.dtype)
     return x
 
 
@@ -88,7 +84,7 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: (pick() * 2).mul_(pick()),
         lambda pick: (pick() + 1).relu_(),
         lambda pick: F.silu(pick() * 2, inplace=True),
-        lambda pick: _added(pick() * 1.5, pick()),
+        lambda pick: operator.iadd(pick() * 1.5, pick()),
         lambda pick: _assigned(pick() + 0.5),
         lambda pick: pick().add_(1),  # PyTorch may raise in backward
         *(
