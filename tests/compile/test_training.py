@@ -21,8 +21,6 @@ from tests.support.compilers import needs_compiler
 from tests.support.processes import run
 
 pytestmark = [needs_compiler, pytest.mark.full, pytest.mark.long]
-
-
 AGAIN: dict[str, dict[str, Any]] = {
     "everything": {},
     "all but products": {"context_fn": partial(create_selective_checkpoint_contexts, policy)},

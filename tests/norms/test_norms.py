@@ -19,10 +19,9 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
 from fitact.runtime.norms.merge import merge_norm
 from tests.support.blocks import read_by
-from tests.support.generated import backward_op, forward_op, sizes
+from tests.support.generated import EACH_DTYPE, EACH_HALF, backward_op, forward_op, sizes
 from tests.support.rows import full
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 Norm = Callable[..., Tensor]
 KINDS: dict[str, Norm] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
@@ -79,7 +78,7 @@ INPUTS: dict[str, tuple[Callable[[], Tensor], int]] = {
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("name", INPUTS)
 def test_value_and_gradient(kind: str, name: str, dtype: torch.dtype) -> None:
     make, dims = INPUTS[name]
@@ -99,7 +98,7 @@ def test_variance_does_not_cancel() -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@EACH_HALF
 def test_half_precision_has_statistics_in_float32(kind: str, dtype: torch.dtype) -> None:
     """A row's sum and squares leave float16; and 1/σ is kept to 24 bits."""
     x = (torch.randn(3, 5000) * 300 + 60).to(dtype)
@@ -112,7 +111,7 @@ def test_half_precision_has_statistics_in_float32(kind: str, dtype: torch.dtype)
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EACH_DTYPE
 def test_modules_of_pytorch(kind: str, dtype: torch.dtype) -> None:
     """NaN and infinities are theirs, and the default epsilon: numbers so small that it decides."""
     x = (torch.randn(8, 32) * 1e-3).to(dtype)
@@ -124,7 +123,7 @@ def test_modules_of_pytorch(kind: str, dtype: torch.dtype) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EACH_DTYPE
 def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dtype) -> None:
     for shape in ((96,), (10, 96)):
         x = torch.randn(6, 10, 96, requires_grad=True, dtype=dtype)
@@ -141,7 +140,7 @@ def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dt
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@EACH_HALF
 def test_autocast_saves_no_copy(kind: str, dtype: torch.dtype) -> None:
     """The autocast dtype is returned, so that the layer after it saves that very storage."""
     x = torch.randn(100, 64, requires_grad=True)
@@ -222,8 +221,6 @@ def test_compiled_without_spills(pass_: str, kind: str, dtypes: str, columns: st
 
 
 SIZE = 24
-
-
 OF_MODELS = "transformers.models.{0}.modeling_{0}"
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "LayerNorm": nn.LayerNorm,

@@ -115,8 +115,6 @@ QUICK_LEARNED = {
     ("dyt", "forward", "bf16", "gfx942", "image"),
     ("dyt", "backward", "bf16", "sm_80", "image"),
 }
-
-
 OF_LEARNED = product(CASES, PASSES, ("bf16", "fp32"), TARGETS, PLACES)
 OF_LEARNED = [row for row in OF_LEARNED if CASES[row[0]].wide == (row[-1] != "one")]
 

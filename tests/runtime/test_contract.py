@@ -90,10 +90,7 @@ def test_modules(case: Generated) -> None:
     for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(copied) is type(module)
         assert same(copied(x), case.baseline(x))
-    assert not module.state_dict()
-    assert list(module.parameters()) == []
-    plain = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))
-    plain.load_state_dict(nn.Sequential(nn.Linear(3, 4), module, nn.Linear(4, 2)).state_dict())
+    assert not module.state_dict() and not [*module.parameters()]
 
 
 def test_keys_differ() -> None:

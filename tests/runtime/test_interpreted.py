@@ -9,7 +9,6 @@ import pytest
 from tests.conftest import INTERPRETED, ROOT
 
 TESTS = ["tests/interpreted", "tests/runtime/test_gpu.py", "tests/runtime/test_values.py"]
-
 pytestmark = [pytest.mark.long, pytest.mark.skipif(INTERPRETED, reason="this is the process of its own")]
 
 

@@ -23,7 +23,6 @@ from tests.support.rows import full
 from tests.support.saving import HALF, X, agree, pair, peaks, precisions, saving_less, train
 
 quiet = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # PyTorch's own
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 
 
 @quiet
@@ -137,7 +136,7 @@ SHAPES = {
 }
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape: str, dtype: torch.dtype) -> None:
     for name in ("mlp", "no bias", "dropout", "qkv", "gate last"):
@@ -430,8 +429,7 @@ def test_rows_that_are_added_are_not_saved(onto: Callable[[Tensor], Tensor]) -> 
 
     wide = torch.randn(512, 16)
     _, after = saving_less(lambda: built(call, linear=nn.Linear(16, 16)), torch.randn(6, 16), wide)
-    index = 512 * 2
-    assert after == 2 * wide.nbytes + index + 2 * 4  # the input, the first layer's output
+    assert after == 2 * wide.nbytes + 512 * 2 + 2 * 4  # the input, the first layer's output, the index
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

@@ -264,8 +264,6 @@ CALLS: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 SMALL = MODELS | {f"calls: {name}": make for name, make in CALLS.items()}
-
-
 RANDOM = torch.Generator().manual_seed(4)
 IMAGES = {n: torch.randn(3, 8, *(9, 8, 7)[:n], generator=RANDOM) for n in (1, 2, 3)}
 CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -179,6 +179,4 @@ def made(text: str, domain: tuple[float, float] | None) -> Inverse:
 
 # A quotient of one bit, one of two with constants, the paper's approximants.
 SOME = {"gelu_inverted1", "hardswish_inverted2", "silu_inverted_published"}
-
-
 each_inverse = partial(each_of, inverses)
