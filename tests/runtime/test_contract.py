@@ -172,15 +172,10 @@ def test_saved_by_a_small_mlp_that_is_compiled(case: Generated, shape: str, back
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 def test_the_next_layer_saves_the_output(case: Generated, shape: str, autocast: bool, norm: bool) -> None:
     """After a layer norm too, which autocast leaves in float32; and each parameter gets its gradient."""
-    outputs: list[torch.Tensor] = []
-
-    def noted(x: torch.Tensor) -> torch.Tensor:
-        outputs.append(case.function(x))
-        return outputs[-1]
-
+    outputs, packed = list[torch.Tensor](), list[torch.Tensor]()
     first = nn.LayerNorm(128) if norm else nn.Linear(32, 128)
-    model = nn.Sequential(first, reshaped(noted, shape), nn.Linear(128, 32))
-    packed: list[torch.Tensor] = []
+    noted = reshaped(lambda x: outputs.append(case.function(x)) or outputs[-1], shape)
+    model = nn.Sequential(first, noted, nn.Linear(128, 32))
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), hooks:
         result = model(torch.randn(2, 128, 128 if norm else 32))

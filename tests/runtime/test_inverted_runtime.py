@@ -61,15 +61,10 @@ def test_float32_and_float64(case: Inverse, dtype: torch.dtype) -> None:
 
 @EACH_DTYPE
 def test_corners_have_pytorch_s_gradient(dtype: torch.dtype) -> None:
-    """At both corners of hardswish; on their sides up to the error of the approximant and a rounding."""
+    """At both corners of hardswish, where no approximant has it."""
     item = next(each for each in inverses() if each.name == "hardswish_inverted2")
     x = torch.tensor([-3.0, 3.0], dtype=dtype)
     assert run(item.function, x)[1].tolist() == item.baseline_gradient(x, torch.ones_like(x)).tolist() == [0, 1]
-    at = x.float() if dtype == torch.float64 else x  # whose borders are those of float32
-    for side in (-torch.inf, torch.inf):
-        beside = torch.nextafter(at, torch.full_like(at, side)).to(dtype)
-        off = (run(item.function, beside)[1].double() - item.true(beside)).abs()
-        assert bool((off <= item.error(dtype) + half_ulp(item.true(beside), dtype)).all())
 
 
 @each_inverse()

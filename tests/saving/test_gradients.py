@@ -173,11 +173,9 @@ def halved(x: Tensor) -> Tensor:
 
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
-    "slice": lambda y: y[:, 1:3],
     "first": lambda y: y[:, 0],
     "first, turned": lambda y: y[:, 0].t().contiguous().t(),
     "turned": lambda y: y.transpose(0, 1),
-    "turned slice": lambda y: y[1:].transpose(0, 1),
     "flat": lambda y: y.flatten(0, 1),
     "strided": lambda y: y[:, ::2],
     "detached": lambda y: y.detach() + y.sum(),
