@@ -30,11 +30,12 @@ class SimulatedLink:
         log: the copies that were asked for, as names and bytes.
         violations: memory that was freed while a copy still wrote it, or read it for one that lives.
         most: the most bytes that were on the host.
+        back: the most memories that had come back to the device.
 
     """
 
     def __init__(self, bandwidth: float) -> None:
-        self.bandwidth, self.now, self.stalls, self.most = bandwidth, 0.0, 0.0, 0
+        self.bandwidth, self.now, self.stalls, self.most, self.back = bandwidth, 0.0, 0.0, 0, 0
         self.log: list[tuple[str, int]] = []
         self.violations: list[str] = []
         self._free = 0.0
@@ -72,7 +73,9 @@ class SimulatedLink:
 
     def to_device(self, copy: Tensor) -> tuple[Tensor, Any]:
         memory = torch.full_like(copy, 255)
-        return memory, self._copied("to device", memory, copy)
+        copied = self._copied("to device", memory, copy)
+        self.back = max(self.back, len(self.alive("to device")))
+        return memory, copied
 
     def wait(self, event: Copy, memory: Tensor) -> None:
         self.stalls += max(event.done - self.now, 0)
