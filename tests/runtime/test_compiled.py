@@ -45,10 +45,7 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
 
 @pytest.mark.parametrize(("case", "x", "y", "target"), ROWS, ids=lambda part: getattr(part, "name", part))
 def test_compiled_ahead_of_time(case: Generated, x: str, y: str, target: str) -> None:
-    """Neither spills nor shared memory; vectors of 16 bytes, but of 8 where a thread's share of a row is no more.
-
-    That is so of half precision beside float32, and at 4 bits, whose programs have more threads.
-    """
+    """Neither spills nor shared memory; vectors of 16 bytes, of 8 where a thread's share of a row is no more."""
     for pass_ in ("forward", "backward"):
         kernel, forward = Kernel.of(case.name, pass_), pass_ == "forward"
         asm = kernel.compile(x, target, y).asm

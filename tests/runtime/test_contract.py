@@ -1,8 +1,6 @@
 """What every kind of activation promises: values, gradients, layouts, dtypes, and what is saved.
 
-Cheap tests run for each shipped activation, the rest for one of each kind. Values are compared with PyTorch's,
-gradients with the definition of the fit, evaluated in tests/support. Saved bytes are counted in storages. Codes
-lie as they are documented.
+Cheap tests run for each shipped activation, the rest for one of each kind.
 """
 
 import copy
@@ -57,10 +55,7 @@ def test_what_is_saved(case: Generated) -> None:
 @each()
 @EACH_HALF
 def test_autocast(case: Generated, dtype: torch.dtype) -> None:
-    """The output that is saved is of the autocast dtype; a gradient of float32 is not rounded on its way.
-
-    Of half precision it is the input's, also of operators on autocast's float32 list; float64 stays.
-    """
+    """A saved output is of the autocast dtype, but float64 stays; a float32 gradient is not rounded on its way."""
     for inner in DTYPES:
         leaf = (torch.randn(3000) * 2).to(inner).requires_grad_()
         x, expected = leaf.detach(), dtype if case.saves_output and inner != torch.float64 else inner

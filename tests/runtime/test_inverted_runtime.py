@@ -1,7 +1,4 @@
-"""What only inverted activations promise, on the PyTorch path: errors of gradients, formulas of users.
-
-Derivatives and approximants are those of `inverses`, written out there.
-"""
+"""What only inverted activations promise, on the PyTorch path: errors of gradients, formulas of users."""
 
 import dataclasses
 from collections.abc import Callable

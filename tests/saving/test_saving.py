@@ -90,10 +90,7 @@ def test_exported(strict: bool) -> None:
 
 
 def test_peak_of_many_sums() -> None:
-    """Half precision is added to a float32 stream: only the sum of all branches takes less than each sum.
-
-    Backward holds no more sums that it computed in a deep model than in a shallow one.
-    """
+    """Of half precision that is added to a float32 stream: backward holds no more sums in a deep model."""
 
     class Residual(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -277,10 +274,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("variant", COPIES)
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
 def test_copies(kind: type[nn.Module], variant: str, given: dict[str, Any]) -> None:
-    """The class is a subclass of the same name, whose new modules save as they are.
-
-    Copies save as little as the model, are independent of it, and are turned back.
-    """
+    """The class is a subclass of the same name; copies save as little, are independent, and are turned back."""
     model, doubled = kind(), kind()
 
     def looks() -> Any:

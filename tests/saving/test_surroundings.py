@@ -1,8 +1,4 @@
-"""What users do around a model: one table of cases, which every model goes through.
-
-A case does something with a model and returns what it saw. It must see the same, to the last bit, of a model as it
-is and of a converted one.
-"""
+"""What users do around a model, in one table: it must see the same, to the last bit, of a converted model."""
 
 import copy
 import inspect
