@@ -101,18 +101,21 @@ def scaled() -> nn.Module:
 
 SCORED = {"bmm: attention 8", "clone: attention 8", "addmm: activation 4"}
 ALL_OF_IT = SCORED | {"div: of a softmax", "bitwise_not: mask 1", "add: linear 4", "addmm: saved by the loss"}
-SHARP = {"addmm: norm 8", "_scaled_dot_product_flash_attention_for_cpu: attention 8"}
-SCALED = {"mean: linear 4", "addmm: a statistic", "mul: linear 4"}
 STEEP = {"addmm: of a logarithm, root or sine"}
 SIZE, IMAGE = (2, 128, 64), (4, 8, 16, 16)
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]]] = {
     "scores": (scored, SIZE, 0.9, SCORED | {"bmm: of a softmax"}),
     "weights and a loss": (scored, SIZE, 1.0, ALL_OF_IT),
     # Attention reads what is computed from these queries and keys: 8 bits, not 4.
-    "normalised": (sharp, SIZE, 0.9, SHARP),
+    "normalised": (
+        sharp,
+        SIZE,
+        0.9,
+        {"addmm: norm 8", "_scaled_dot_product_flash_attention_for_cpu: attention 8"},
+    ),
     "batch norm": (lambda: convolved(nn.BatchNorm2d(64)), IMAGE, 0.9, {"convolution: of a norm over the batch"}),
     "group norm": (lambda: convolved(nn.GroupNorm(4, 64)), IMAGE, 0.9, {"convolution: norm 4"}),
-    "statistic": (scaled, (32, 512, 8, 8), 1.0, SCALED),
+    "statistic": (scaled, (32, 512, 8, 8), 1.0, {"mean: linear 4", "addmm: a statistic", "mul: linear 4"}),
     "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x) + F.gelu(x)), (128, 256), 0.9, STEEP),
     "log": (lambda: Gelu(act=lambda x: (x * x + 0.01).log()), (128, 256), 0.9, STEEP),
     "remainder": (lambda: Gelu(act=lambda x: torch.remainder(5 * x, 1) * x), (128, 256), 0.9, STEEP),
@@ -152,10 +155,8 @@ def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
             sizes[compiled].append(saved.bytes)
             del y
     layer = {compiled: two - size for compiled, (size, two) in sizes.items()}
-    statistics = 2 * 4 * 256  # of the norms, which the context recomputes
-    assert layer[True] <= layer[False] + statistics
-    units = {"exact": 11.7, "rounding": 8.0, "coarse": 4.2}  # its input is one
-    assert layer[True] / (256 * 256 * 2) < units[error]
+    assert layer[True] <= layer[False] + 2 * 4 * 256  # statistics of the norms, which the context recomputes
+    assert layer[True] / (256 * 256 * 2) < {"exact": 11.7, "rounding": 8.0, "coarse": 4.2}[error]  # of its input
 
 
 def test_signs_at_a_jump() -> None:

@@ -87,10 +87,9 @@ def test_scaled_losses() -> None:
 
 
 def test_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
     model = made(Gelu, dtype=torch.float32)
     compiled = fitact.compile(model, fullgraph=True)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
     prepared, optimizer = accelerator.prepare(compiled, torch.optim.SGD(model.parameters()))
     accelerator.backward(prepared(torch.randn(TOKENS, 256)).square().mean())
     optimizer.step()

@@ -105,8 +105,7 @@ def test_options(n: int, options: str) -> None:
 def test_bytes(norm: Callable[[], nn.Module], act: Callable[[], nn.Module]) -> None:
     """The inputs of the first convolution and the norm; a mean and 1/σ of each of 16 channels or groups."""
     x = torch.randn(4, 8, 12, 12)
-    _, model = pair(partial(unit, norm, act))
-    assert saves((model, model), x)[0] == 4 * (x.numel() + 2 * x.numel() + 2 * 16)
+    assert saves(pair(partial(unit, norm, act)), x)[1] == 4 * (x.numel() + 2 * x.numel() + 2 * 16)
 
 
 @pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardswish, nn.ELU, nn.Hardtanh, nn.ReLU6, nn.Mish])
@@ -237,7 +236,6 @@ def centred() -> nn.Module:
 @pytest.mark.parametrize("make", [RMSNorm, Gemma, centred])
 def test_a_norm_saves_its_input(make: Callable[[], nn.Module], dtype: torch.dtype, trained: bool) -> None:
     """And nothing else, whether its parameters are trained or not."""
-    _, model = pair(lambda: nn.Sequential(make().requires_grad_(trained), nn.Linear(WIDTH, WIDTH)), dtype)
+    models = pair(lambda: nn.Sequential(make().requires_grad_(trained), nn.Linear(WIDTH, WIDTH)), dtype)
     x = torch.randn(64, WIDTH).to(dtype)
-    frozen = 4 * WIDTH * (make is Gemma and not trained)  # 1 + weight
-    assert saves((model, model), x)[0] == x.nbytes + frozen
+    assert saves(models, x)[1] == x.nbytes + 4 * WIDTH * (make is Gemma and not trained)  # 1 + weight
