@@ -23,8 +23,7 @@ from tests.support.generated import EACH_DTYPE, EACH_HALF, backward_op, forward_
 from tests.support.rows import full
 
 EPS = 1e-5
-Norm = Callable[..., Tensor]
-KINDS: dict[str, Norm] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
+KINDS: dict[str, Callable[..., Tensor]] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
 MODULES: dict[str, tuple[Any, Any]] = {"layer": (MSLayerNorm, nn.LayerNorm), "rms": (MSRMSNorm, nn.RMSNorm)}
 KEYS = {"layer": LAYER, "rms": RMS}
 every_kind = pytest.mark.parametrize("kind", KINDS)

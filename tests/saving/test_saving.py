@@ -264,16 +264,10 @@ class Own(Registered, name="own"):
     pass
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
 @pytest.mark.parametrize("given", [{}, {"error": "rounding", "exclude": "fc1"}], ids=str)
-@pytest.mark.parametrize("variant", COPIES)
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
-def test_copies(kind: type[nn.Module], variant: str, given: dict[str, Any]) -> None:
+def test_copies(kind: type[nn.Module], copies: Callable[[Any], Any], given: dict[str, Any]) -> None:
     """The class is a subclass of the same name; copies save as little, are independent, and are turned back."""
     model, doubled = kind(), kind()
 
@@ -285,7 +279,7 @@ def test_copies(kind: type[nn.Module], variant: str, given: dict[str, Any]) -> N
         fitact.convert(model, **given)
     assert isinstance(model, kind) and type(model) is not kind and type(model).__name__ == kind.__name__
     assert looks() == looked
-    copied = COPIES[variant](model)
+    copied = copies(model)
     assert type(copied) is type(model) and saved_bytes(copied, WIDE) == saved_bytes(model, WIDE) < before
     expected = observed(model, train, X)
     doubled.load_state_dict({name: 2 * each for name, each in model.state_dict().items()})
