@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fitact.fitter.methods import again
-from fitact.fitter.records import read
-from fitact.fitter.records.weights import read_weights
+from fitact.fitter.records import read, read_weights
 from tests.conftest import Command
 from tests.support.commands import FITS
 

@@ -20,12 +20,8 @@ from fitact import runtime
 from fitact.codegen import bundle, dialects, printers
 from fitact.codegen.generate import class_name, generate, plan, render
 from fitact.fitter.analysis import float_check
-from fitact.fitter.expr import atoms
-from fitact.fitter.expr.atoms import x
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.parser import parse
-from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.records.reading import from_json, read
+from fitact.fitter.expr import atoms, evaluate, parse, stable, x
+from fitact.fitter.records import from_json, read
 from tests.support.generated import made_up, run
 from tests.support.package import load
 from tests.support.rows import listed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitact.codegen import bundle
-from fitact.fitter.records.reading import from_json, read
+from fitact.fitter.records import from_json, read
 from tests.support.commands import FITS, put, record, tree
 
 Command = Callable[[str], tuple[int, str, str]]

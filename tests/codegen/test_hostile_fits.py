@@ -12,7 +12,7 @@ from fitact.base import UsageError
 from fitact.codegen import bundle, safety
 from fitact.codegen.dialects import Code
 from fitact.codegen.generate import render
-from fitact.fitter.records.reading import from_json
+from fitact.fitter.records import from_json
 from tests.fitter.test_records import entries
 from tests.support import gates, learned
 from tests.support.refusals import changed

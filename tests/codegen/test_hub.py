@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitact.base import UsageError
-from fitact.codegen import bundle
-from fitact.codegen.generate import generate
+from fitact.codegen import bundle, generate
 from tests.codegen.test_standalone import passes, same, shipped
 from tests.conftest import ROOT
 from tests.support.built import built
@@ -109,7 +108,7 @@ from kernels import (
 from kernels._rust import Build, Metadata
 from transformers.activations import GELUActivation
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved
 
 replace_kernel_forward_from_hub(GELUActivation, "GeLU")  # as transformers itself does with a kernels that it knows
 replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")

@@ -17,8 +17,7 @@ import torch
 from fitact import runtime
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate, render
-from fitact.fitter.records.fit import AnyFit
-from fitact.fitter.records.reading import read
+from fitact.fitter.records import AnyFit, read
 from tests.conftest import ROOT
 from tests.support.generated import made_up, run
 from tests.support.package import load

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.analysis.shape import REALS, Asymptote, Breakpoint, Monotone, Piece, Root
 from fitact.fitter.catalog import CATALOG
 from tests.support.curves import ALPHA, CURVES, LAMBDA

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import fitact
 from fitact.base import FitWarning
 from fitact.codegen.generate import render
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import fewbit
-from fitact.fitter.records.reading import from_json
+from fitact.fitter.records import from_json
 from tests.support.generated import BASELINE
 from tests.support.refusals import refused
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.analysis import Gate
 from fitact.fitter.catalog import GATES, is_gate
 from tests.support.reals import MP, REAL
 from tests.support.refusals import refused

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from fitact.base import UsageError
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.expr.atoms import constant, x
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.parser import parse
+from fitact.fitter.expr import constant, evaluate, parse, x
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 from tests.support.literature import LITERATURE
 from tests.support.reals import MP, real

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fitact.fitter.analysis.learned import Learned
+from fitact.fitter.analysis import Learned
 from fitact.fitter.catalog import LEARNED
 from tests.support.reals import MP, REAL
 

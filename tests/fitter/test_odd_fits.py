@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from fitact.base import literal, save
 from fitact.fitter.plot import draw
-from fitact.fitter.records.reading import from_json
+from fitact.fitter.records import from_json
 from tests.support.refusals import refused
 from tests.support.rows import full
 

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from fitact.fitter.files import FIT
-from fitact.fitter.records import weights
-from fitact.fitter.records.fit import StepFit
-from fitact.fitter.records.reading import from_json, read
+from fitact.fitter.records import StepFit, from_json, read, weights
 from tests.conftest import ROOT
 from tests.support.commands import record
 from tests.support.gates import recomputed

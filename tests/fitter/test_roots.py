@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from fitact.base import UsageError
-from fitact.fitter.analysis.roots import REALS, roots
-from fitact.fitter.expr import atoms, exact
+from fitact.fitter.analysis import REALS, roots
+from fitact.fitter.expr import atoms, evaluate, exact, parse, value
 from fitact.fitter.expr.atoms import ATOMS, x
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.exact import value
-from fitact.fitter.expr.parser import parse
 from tests.fuzz.grammar import tree
 from tests.support.reals import MP, real
 

@@ -5,8 +5,8 @@ import platform
 import numpy as np
 import pytest
 
-from fitact.fitter.methods.table import again
-from fitact.fitter.records.reading import read
+from fitact.fitter.methods import again
+from fitact.fitter.records import read
 from tests.conftest import ROOT
 from tests.support.processes import python
 from tests.support.rows import full
@@ -34,8 +34,8 @@ OLDER = {
 AGAIN = """
 import sys
 from pathlib import Path
-from fitact.fitter.methods.table import again
-from fitact.fitter.records.reading import read
+from fitact.fitter.methods import again
+from fitact.fitter.records import read
 for name in sys.argv[1:]:
     assert again(read(Path(name))).to_json() == Path(name).read_text(), name
 """

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from fitact.fitter.analysis.float_check import FLOAT32
-from fitact.fitter.expr.atoms import x
-from fitact.fitter.expr.exact import value
-from fitact.fitter.expr.parser import parse
-from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.analysis import FLOAT32
+from fitact.fitter.expr import parse, stable, value, x
 from tests.support.rows import listed
 
 POINTS = [-41.3, -7.7, -2.3, -0.61, -1e-3, 0.0137, 0.37, 1.9, 5.3, 12.1, 33.7]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.methods import fewbit
+from fitact.fitter.numerics import Weight
 from fitact.fitter.numerics.histogram import MOST_CELLS, of_counts, parsed
-from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.weights import Calibration, Site, from_json, site
 from tests.support.refusals import refused, within
 from tests.support.rows import full

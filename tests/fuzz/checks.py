@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from fitact.base import FitWarning, UsageError
 from fitact.cli import main, tables
 from fitact.codegen.generate import render
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.analysis import Activation, Gate
+from fitact.fitter.expr import value
 from fitact.fitter.expr.atoms import Where, sign
-from fitact.fitter.expr.exact import value
-from fitact.fitter.methods.table import make
-from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import AnyFit, StepFit
-from fitact.fitter.records.reading import from_json
+from fitact.fitter.methods import make
+from fitact.fitter.numerics import Weight
+from fitact.fitter.records import AnyFit, StepFit, from_json
 from tests.support.generated import load
 
 Array = NDArray[np.float64]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.expr.atoms import FUNCTIONS
+from fitact.fitter.expr import FUNCTIONS
 
 FITS = [path.read_text("utf-8") for path in sorted((Path(__file__).parents[2] / "generated/fits").glob("*.json"))]
 ORDINARY = ("0", "1", "2", "3", "-1", "0.5", "1/3", "1.702", "100", "pi", "e", "-4.999", "1e-5", "0.044715")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods.table import make
+from fitact.fitter.analysis import Activation
+from fitact.fitter.methods import make
 from tests.fuzz import checks, grammar
 from tests.fuzz.__main__ import CASES, CHECKS
 from tests.support.generated import load

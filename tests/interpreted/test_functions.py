@@ -8,8 +8,7 @@ import pytest
 import torch
 from scipy import special
 
-from fitact.runtime.kernels import math
-from fitact.runtime.kernels.triton_compat import jit, tl
+from fitact.runtime.kernels import jit, math, tl
 from tests.support import values
 from tests.support.device import SIZE, apply
 from tests.support.generated import patterns

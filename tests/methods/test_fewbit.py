@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import optimize, special, stats
 
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.methods import relumix
 from fitact.fitter.methods.fewbit import fit
-from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.numerics import Weight
 from tests.support.curves import CURVES, Curve, step_errors
 from tests.support.inverses import chain
 from tests.support.refusals import refused, within

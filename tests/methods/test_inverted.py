@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fitact.base import FitWarning
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.methods import inverted, inverted_published
-from fitact.fitter.numerics.dtypes import DTYPES
+from fitact.fitter.numerics import DTYPES
 from tests.support.curves import CURVES
 from tests.support.generated import patterns
 from tests.support.inverses import fitted, paper

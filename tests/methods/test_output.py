@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from fitact.codegen.generate import render
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.methods import output
-from fitact.fitter.methods.table import again
-from fitact.fitter.records.reading import from_json
+from fitact.fitter.methods import again, output
+from fitact.fitter.records import from_json
 from tests.support.generated import HALVES, patterns
 from tests.support.outputs import CLOSED, Output, each_output, outputs
 from tests.support.reals import MP, real

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import relumix
 from tests.support.curves import ALPHA, CURVES, LAMBDA, quad

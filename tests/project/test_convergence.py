@@ -16,7 +16,7 @@ from benchmarks.convergence.methods import METHODS, methods_of
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
 from benchmarks.convergence.tasks import LEARNED_PARTS, PATCHES, TASKS, Recipe, Setting
 from benchmarks.convergence.training import Run
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"

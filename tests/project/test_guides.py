@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fitact.runtime.choose.records import Conversion
-from fitact.runtime.measure.prepare import imported
+from fitact.runtime.choose import Conversion
+from fitact.runtime.measure import imported
 from tests.conftest import ROOT
 
 SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -14,7 +14,7 @@ from benchmarks.convergence.tasks import SMALL
 from benchmarks.evidence import blocks, checkpoints, convolutions
 from fitact.runtime.choose import POLICIES, changed
 from fitact.runtime.measure import hugging_face, prepare, whole_step
-from fitact.runtime.saving.blocks import nbytes
+from fitact.runtime.saving import nbytes
 from tests.conftest import ROOT
 
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("gpu", "plan", "saving", "storage")}

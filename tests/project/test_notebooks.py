@@ -10,7 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from fitact.fitter.records.reading import read
+from fitact.fitter.records import read
 from tests.conftest import ROOT
 from tests.support.package import load
 

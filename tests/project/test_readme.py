@@ -11,17 +11,14 @@ from transformers.activations import ACT2FN
 
 import fitact
 from benchmarks import saved as counts
-from fitact.fitter.numerics.dtypes import rounded
-from fitact.fitter.records.reading import read
+from fitact.fitter.numerics import rounded
+from fitact.fitter.records import read
+from fitact.planning import GIB
 from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import peak
-from fitact.planning.record import GIB
-from fitact.runtime.choose.compare import measure
-from fitact.runtime.choose.policies import BASELINE, FULL
-from fitact.runtime.measure.devices import USUAL, device_of
-from fitact.runtime.measure.prepare import Training, prepare
+from fitact.runtime.choose import BASELINE, FULL, measure
+from fitact.runtime.measure import USUAL, Training, device_of, hugging_face, prepare
 from fitact.runtime.measure.reference import gelu_mlp
-from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.saving.modules import Attached
 from tests.conftest import ROOT
 from tests.support.generated import HALVES, patterns

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fitact.runtime import torch_internals
-from fitact.runtime.kernels.inputs import autocast_dtype
+from fitact.runtime.kernels import autocast_dtype
 from tests.support.package import modules
 
 HOMES = {"fitact.runtime.torch_internals", "fitact.runtime.kernels.internals"}
