@@ -88,21 +88,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.fixture
-def refuses(command: Command) -> Callable[[str], str]:
-    """Run a command line that must be refused with one line of error, which is returned, and leave nothing."""
-
-    def call(line: str) -> str:
-        status, out, err = command(line)
-        assert (status, out) == (2, "")
-        assert err.startswith("fitact: ")
-        assert err.endswith("\n") and err.count("\n") == 1
-        assert not list(Path().iterdir())
-        return err
-
-    return call
-
-
-@pytest.fixture
 def case(request: pytest.FixtureRequest) -> Any:
     """An activation of the kind that a test is parametrised by, which may have to be fitted first."""
     from tests.support.kinds import kind

@@ -113,10 +113,9 @@ def test_force(command: Command) -> None:
     """Another fit is replaced if that is asked for, and so is what is no fit; the same one needs no force."""
     for old in (record("mine"), "not a fit"):
         put("mine.json", old)
-        assert command("fit --fn tanh --bits 1 -o mine.json")[0] == 2
-        assert command("fit --fn tanh --bits 1 -o mine.json --force")[0] == 0
+        for force, status in (("", 2), ("--force", 0), ("", 0)):
+            assert command(f"fit --fn tanh --bits 1 -o mine.json {force}")[0] == status
         assert read(Path("mine.json")).name == "tanh_fewbit1"
-        assert command("fit --fn tanh --bits 1 -o mine.json")[0] == 0
 
 
 def test_warnings_are_one_line_each_and_no_failure(command: Command) -> None:
@@ -159,11 +158,6 @@ def test_plot(arguments: str, command: Command) -> None:
     assert Path(picture).read_bytes() == first
 
 
-@pytest.mark.parametrize("line", ["codegen", "codegen --check", "plot"])
-def test_no_fits(line: str, refuses: Callable[[str], str]) -> None:
-    assert "generated/fits: no fits there" in refuses(line)
-
-
 @pytest.fixture
 def package(command: Command) -> Path:
     """A folder `generated` in step with its two fits."""
@@ -176,7 +170,6 @@ def package(command: Command) -> Path:
 
 def edit(path: str, old: bytes, new: bytes) -> None:
     data = Path(path).read_bytes()
-    assert old in data
     Path(path).write_bytes(data.replace(old, new))
 
 
@@ -202,13 +195,10 @@ def test_check(what: str, package: Path, command: Command) -> None:
     act()
     before = tree()
     status, out, err = command("codegen --check")
-    assert status == 1
-    assert err == "fitact: generated: differs from what its fits generate; run fitact codegen\n"
+    assert (status, err) == (1, "fitact: generated: differs from what its fits generate; run fitact codegen\n")
     assert f"{package / file}" in out and (not line or line in out.splitlines())
     assert tree() == before, "--check writes nothing"
-    if mends:
-        assert command("codegen")[0] == 0
-        assert command("codegen --check")[0] == 0
+    assert not mends or command("codegen")[0] == command("codegen --check")[0] == 0
 
 
 def test_another_folder(command: Command) -> None:
@@ -225,11 +215,9 @@ def test_another_folder(command: Command) -> None:
 )
 def test_orphans_go_and_others_stay(content: bytes, package: Path, command: Command) -> None:
     (FITS / "two.json").unlink()
-    foreign = package / "mine.py"
-    foreign.write_bytes(content)
+    (package / "mine.py").write_bytes(content)
     assert command("codegen") == (0, "removed generated/two.py\n", "")
-    assert not (package / "two.py").exists()
-    assert foreign.read_bytes() == content
+    assert not (package / "two.py").exists() and (package / "mine.py").read_bytes() == content
 
 
 @pytest.mark.parametrize("file", ["__init__.py", "two.py"])
@@ -238,8 +226,7 @@ def test_foreign_files_are_not_written_over(file: str, text: str, command: Comma
     put(FITS / "one.json", record("one"))
     put(FITS / "two.json", record("two"))
     put(f"generated/{file}", text)
-    before = tree()
-    status, out, err = command("codegen")
+    before, (status, out, err) = tree(), command("codegen")
     assert (status, out, tree()) == (2, "", before)
     assert f"generated/{file}: fitact codegen did not generate this file" in err
 
@@ -315,5 +302,5 @@ def test_show(thing: str, command: Command) -> None:
     assert status == 0
     for shown in SHOWN[thing].split("|"):
         head, _, words = shown.partition(": ")
-        there = any(line.strip().startswith(head) and words in line for line in out.splitlines())
-        assert there or shown in out, shown
+        lines = (line for line in out.splitlines() if line.strip().startswith(head))
+        assert shown in out or any(words in line for line in lines), shown

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr import FUNCTIONS
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
@@ -57,12 +56,6 @@ def watched() -> Iterator[None]:
     assert done == []
 
 
-def check(text: str) -> Activation | None:
-    """Check a text as a formula and a weight; return the activation, if it is one."""
-    with watched():
-        return checks.check_text(text)
-
-
 DEEP = MAX_DEPTH - 2
 UNARY = [name for name, (arguments, _) in FUNCTIONS.items() if arguments == 1]
 HOSTILE = {
@@ -96,16 +89,16 @@ x.__class__.__mro__  ().__class__.__base__.__subclasses__()  f'{canary()}'  x # 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text(text):
     """By itself, as a weight, and as the activation of a fit."""
-    check(text)
     with watched():
+        checks.check_text(text)
         checks.check_json(record("hostile", activation={"name": None, "expression": text}))
 
 
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_programs_are_refused_and_not_run(text):
     around = (text, f"({text})", f" {text} ", f"x + {text}", f"exp({text})", f"where(x > 0, {text}, {text})")
-    for formula in around:
-        assert check(formula) is None
+    with watched():
+        assert not any(map(checks.check_text, around))
 
 
 @pytest.mark.parametrize("act", [lambda: os.system("true"), lambda: eval("1 + 1")])

@@ -106,7 +106,6 @@ def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert capfd.readouterr() == ("", "\nfitact: interrupted\n")  # a terminal shows ^C in the line before
     made = [path for path in tree(tmp_path) if path.endswith(".py")]
     assert len(made) == 1 and len(replaced) == 2
-    monkeypatch.undo()
 
 
 def test_while_it_is_imported(tmp_path: Path) -> None:
