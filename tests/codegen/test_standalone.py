@@ -44,15 +44,14 @@ def _modules() -> Iterator[None]:
     forget("standalone_")
 
 
-def write(fits: list[AnyFit], folder: Path) -> list[Path]:
-    return generate(bundle.plan(fits), folder, prune=False, layout=bundle.STANDALONE)
+def write(fits: list[AnyFit], folder: Path) -> Path:
+    generate(bundle.plan(fits), folder, prune=False, layout=bundle.STANDALONE)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("folders")
-    write([*map(shipped, NAMES)], folder)
-    return folder
+    return write([*map(shipped, NAMES)], tmp_path_factory.mktemp("folders"))
 
 
 def test_the_runtime_is_verbatim_and_has_all_kernels(folder: Path) -> None:
@@ -92,20 +91,22 @@ def test_the_namespace_tells_texts_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not spaces() & actual
 
 
-STRICT = "error::UserWarning"
+START = """
+import importlib, sys
+import torch
+
+folder, mode, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+sys.modules["fitact"] = None  # cannot be imported
+"""
 # Values, gradients, dtypes and bytes saved, where fitact cannot be imported, beside those of the package.
 OBSERVE = """
-import importlib, sys
 from functools import partial
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-folder, mode, *names = sys.argv[1:]
 if mode == "without triton":
     sys.modules["triton"] = None
-sys.modules["fitact"] = None  # cannot be imported
-sys.path.insert(0, folder)
 launched = []
 
 
@@ -146,28 +147,27 @@ MODES = [("as it is", ["gelu_inverted1", "softplus_output"]), ("interpreted", NA
 MODES += [(mode, NAMES) for mode in ("as it is", "interpreted", "without triton")]
 
 
+def alone(script: str, folder: Path, *arguments: str, **environment: str) -> str:
+    """Run a script that has a folder's modules and no fitact; return what it prints."""
+    return python(START + script, folder, *arguments, folder=folder, warnings="error::UserWarning", **environment)
+
+
 @pytest.mark.parametrize(("mode", "names"), full(MODES, lambda row: row[1] is not NAMES))
 def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
     if mode == "interpreted":
         pytest.importorskip("triton", reason="Triton is for Linux only")
     interpreted = str(int(mode == "interpreted"))
-    actual = python(OBSERVE, folder, mode, *names, folder=folder, warnings=STRICT, TRITON_INTERPRET=interpreted)
+    actual = alone(OBSERVE, folder, mode, *names, TRITON_INTERPRET=interpreted)
     assert actual == f"compared {len(names)}\n"
 
 
 COMPILED = """
-import importlib, sys
-import torch
-
-sys.modules["fitact"] = None  # cannot be imported
-folder, backend, *names = sys.argv[1:]
-sys.path.insert(0, folder)
 for name in names:
     module = importlib.import_module(name)
     layer = getattr(module, module.__all__[0])()
     model = torch.nn.Sequential(torch.nn.Linear(9, 5000), layer, torch.nn.Linear(5000, 4))
     x = torch.randn(3, 9)
-    expected, found = (run(x) for run in (model, torch.compile(model, fullgraph=True, backend=backend)))
+    expected, found = (run(x) for run in (model, torch.compile(model, fullgraph=True, backend=mode)))
     torch.testing.assert_close(found, expected)
     a, b = (torch.autograd.grad(y.square().sum(), [*model.parameters()]) for y in (expected, found))
     torch.testing.assert_close(a, b)
@@ -176,13 +176,8 @@ for name in names:
 print("compiled", len(names))
 """
 LOADED = """
-import importlib, sys
-import torch
-
-sys.modules["fitact"] = None
-folder, module, name, path = sys.argv[1:]
-sys.path.insert(0, folder)
-function = getattr(importlib.import_module(module), name)
+name, path = names
+function = getattr(importlib.import_module(mode), name)
 x = torch.linspace(-5, 5, 99).requires_grad_()
 found, expected = torch.export.load(path).module()(x), function(x)
 (a,), (b,) = (torch.autograd.grad(y.sum(), x) for y in (found, expected))
@@ -196,10 +191,10 @@ BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("aot_eager", NAMES), ("inductor"
 @pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
 def test_compiled_and_exported_without_fitact(backend, names, folder: Path, tmp_path: Path) -> None:
     """A program loads with a copy of the folder, whatever the name that this is imported by."""
-    assert python(COMPILED, folder, backend, *names, folder=folder, warnings=STRICT) == f"compiled {len(names)}\n"
+    assert alone(COMPILED, folder, backend, *names) == f"compiled {len(names)}\n"
     shutil.copytree(folder / names[0], tmp_path / "project" / "layers" / "own")
     program = str(folder / f"{names[0]}.pt2")
-    assert python(LOADED, tmp_path, "project.layers.own", names[0], program, folder=tmp_path) == "True True\n"
+    assert alone(LOADED, tmp_path, "project.layers.own", names[0], program) == "True True\n"
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,35 +208,30 @@ def same(module: ModuleType, name: str) -> bool:
 
 def test_several_in_one_process(folder: Path) -> None:
     """A folder under two names, the package, and another folder; and the first copy may go."""
-    once, again, other = (
-        load(folder / name, f"standalone_{i}")
-        for i, name in enumerate(["gelu_fewbit3", "gelu_fewbit3", "softplus_output"])
-    )
-    assert same(once, "gelu_fewbit3") and same(again, "gelu_fewbit3") and same(other, "softplus_output")
-    runtimes = (runtime, once.runtime, again.runtime, other.runtime)
-    assert len({id(own.kernels.registry.KERNELS) for own in runtimes}) == 4
+    names = ["gelu_fewbit3", "gelu_fewbit3", "softplus_output"]
+    modules = [load(folder / name, f"standalone_{i}") for i, name in enumerate(names)]
+    assert all(map(same, modules, names))
+    assert len({id(own.kernels.registry.KERNELS) for own in (runtime, *(each.runtime for each in modules))}) == 4
     forget("standalone_0")
-    del once, runtimes
+    del modules[0]
     gc.collect()
-    assert same(again, "gelu_fewbit3")
-    again.__spec__.loader.exec_module(again)  # as importlib.reload does
+    assert same(modules[0], "gelu_fewbit3")
+    modules[0].__spec__.loader.exec_module(modules[0])  # as importlib.reload does
     gc.collect()
-    assert same(again, "gelu_fewbit3")
+    assert same(modules[0], "gelu_fewbit3")
 
 
 def test_two_versions_of_a_name_in_one_process(tmp_path: Path) -> None:
     """Imported one after the other under the same name, and both in use; then the first again."""
-    write([made_up("tanh", "act", bits=2)], tmp_path / "old")
-    write([made_up("sigmoid", "act", bits=2)], tmp_path / "new")
-    modules = []
-    for version in ("old", "new", "old"):
-        modules.append(load(tmp_path / version / "act", "standalone_act"))
+    modules, functions = [], ("tanh", "sigmoid", "tanh")
+    for name in functions:
+        folder = write([made_up(name, "act", bits=2)], tmp_path / name)
+        modules.append(load(folder / "act", "standalone_act"))
         forget("standalone_act")
-    assert [module.__ops__ for module in modules[::2]] == [modules[0].__ops__] * 2
-    for module, expected in zip(modules, (torch.tanh, torch.sigmoid, torch.tanh), strict=True):
+    assert modules[0].__ops__ == modules[2].__ops__
+    for module, name in zip(modules, functions, strict=True):
         y, dx = passes(module, "act")
-        assert torch.equal(y, expected(torch.linspace(-5, 5, 9001)))
-        assert len(dx.unique()) <= 4
+        assert y.equal(getattr(torch, name)(torch.linspace(-5, 5, 9001))) and len(dx.unique()) <= 4
 
 
 def test_modules_are_copied_and_pickled(folder: Path) -> None:
@@ -249,5 +239,4 @@ def test_modules_are_copied_and_pickled(folder: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), first)
     x = torch.randn(2, 3)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied[1]) is type(first)
-        assert torch.equal(copied(x), model(x))
+        assert type(copied[1]) is type(first) and torch.equal(copied(x), model(x))
