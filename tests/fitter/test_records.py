@@ -23,18 +23,9 @@ FITS = ROOT / "generated" / "fits"
 LEVELS = {"bits": 2, "even": True, "borders": [0.25, 0.75, 1.5], "levels": [1.0, 0.75, 0.25, -0.0625]}
 OPTIONS = {"cells": 4000, "seed": 0}
 STEP = json.loads(record("tanh_fewbit2", weight="normal(0, 2)", options=OPTIONS, **LEVELS))
-SITE: dict[str, Any] = {
-    "path": "act",
-    "activation": "gelu",
-    "count": 100,
-    "left_out": 0,
-    "mean": -0.5,
-    "deviation": 1.25,
-    "least": -3.5,
-    "largest": 2.5,
-    "quantiles": [-3.0, 2.25],
-    "weight": "0.95*histogram(-4, 0, 3; 60, 40) + 0.05*student(3, -0.5, 1.25)",
-}
+SITE: dict[str, Any] = {"path": "act", "activation": "gelu", "count": 100, "left_out": 0, "mean": -0.5}
+SITE |= {"deviation": 1.25, "least": -3.5, "largest": 2.5, "quantiles": [-3.0, 2.25]}
+SITE |= {"weight": "0.95*histogram(-4, 0, 3; 60, 40) + 0.05*student(3, -0.5, 1.25)"}
 RECORDS: dict[str, dict[str, Any]] = {
     "step": STEP,
     "relumix": STEP | {"method": "relumix", "options": {"objective": "primitive", "restarts": 4, "seed": 0}},
@@ -62,28 +53,20 @@ def test_round_trip(name: str) -> None:
     assert actual.to_json() == text
     shuffled = {key: RECORDS[name][key] for key in sorted(RECORDS[name], reverse=True)}
     assert reader(name)("\n" + json.dumps(shuffled, indent="\t") + "\n\n") == actual
-    if name != "weights":
-        assert actual.digest() == hashlib.sha256(text.encode()).hexdigest()
+    assert name == "weights" or actual.digest() == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_integers_are_numbers() -> None:
-    assert from_json(changed(STEP, "domain", [-10, 10])).to_json() == TEXT
-
-
-def test_an_error_that_is_infinite_is_refused() -> None:
-    error = dict.fromkeys(STEP["error"], math.inf)
-    assert "expected 0 or more, got inf" in refused(replace, from_json(TEXT), error=error)
+def test_integers_are_numbers_and_infinite_errors_are_refused() -> None:
+    fit = from_json(changed(STEP, "domain", [-10, 10]))
+    assert fit.to_json() == TEXT
+    assert "expected 0 or more, got inf" in refused(replace, fit, error=dict.fromkeys(fit.error, math.inf))
 
 
 def entries(record: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     """The path of each part of a record, of a list that of its first, with what is there."""
     for key, part in record.items() if isinstance(record, dict) else [*enumerate(record)][:1]:
         yield f"{at}{key}", part
-        if isinstance(part, dict | list):
-            yield from entries(part, f"{at}{key}.")
-
-
-HUGE = (10**400, -(10**400))
+        yield from entries(part, f"{at}{key}.") if isinstance(part, dict | list) else ()
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -92,8 +75,8 @@ def test_a_part_of_another_kind_or_none_is_named(name: str) -> None:
         names = [part for part in path.split(".") if not part.isdigit()]
         if isinstance(here, dict):
             assert "colour" in refused(reader(name), changed(RECORDS[name], f"{path}.colour", 1)), path
-        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, *HUGE):
-            of_a_kind = type(other) is type(here) and other not in HUGE
+        for other in (None, True, "", 0.3, "1", 2.0, [], {}, GONE, 10**400, -(10**400)):
+            of_a_kind = type(other) is type(here) and type(other) is not int
             unnamed = path == "activation.name" and other is None  # the name of a formula that has none
             free = other is GONE and (names[0] == "options" != path or path[-1].isdigit())
             if not (of_a_kind or unnamed or free):
@@ -180,9 +163,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("error", "error: expected , got", {"h_1": 0.0}),
         ("method", "gate_coded is not fitted any more: block codes, of fitact.saving", "gate_coded"),
     ],
-    "own gate": [
-        ("activation.expression", "got no factor of u", "silu(g)"),
-    ],
+    "own gate": [("activation.expression", "got no factor of u", "silu(g)")],
     "learned": [
         ("activation.learned", "is not that of 'dyt' in", [], [{"name": "alpha", "start": 0.5, "channel": True}]),
         ("activation.name", "prelu has no learned parameter 'alpha'", "prelu"),
@@ -230,23 +211,18 @@ def test_hostile_keys(key: str) -> None:
     refused(from_json, f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}")
 
 
-def with_(old: str, new: str, count: int = -1) -> str:
-    assert old in TEXT
-    return TEXT.replace(old, new, count)
-
-
 # a part of the message → what files hold
 BAD_FILES: dict[str, list[str | bytes | None]] = {
     "no such file": [None],
-    "not JSON": ["", "nonsense", "\ufeff" + TEXT, TEXT + TEXT, with_(",", ",,", 1), "9" * 5000, '{"a":' * 100_000],
+    "not JSON": ["", "none", "\ufeff" + TEXT, TEXT * 2, TEXT.replace(",", ",,", 1), "9" * 5000, '{"a":' * 10**5],
     "expected a JSON object": ["null", "[]", "3", json.dumps(TEXT)],
     "UTF-8": [b"\xff\xfe{}", TEXT.encode("utf-16")],
     "larger than": [b" " * (1 << 25) + b"{}", b"9" * (1 + (1 << 25))],
-    "NaN": [with_("0.25,", "NaN,", 1)],
-    "Infinity": [with_("0.25,", "Infinity,", 1), with_("-10.0,", "-Infinity,", 1)],
+    "NaN": [TEXT.replace("0.25,", "NaN,", 1)],
+    "Infinity": [TEXT.replace("0.25,", "Infinity,", 1), TEXT.replace("-10.0,", "-Infinity,", 1)],
     "schema: appears twice": ['{"schema": 1, "schema": 2}'],
-    "seed": [with_('"seed": 0', f'"seed": {seed}') for seed in ('0, "seed": 0', "-1e999")],
-    "borders[1]": [with_("0.75,", "1e999,", 1)],
+    "seed": [TEXT.replace('"seed": 0', f'"seed": {seed}') for seed in ('0, "seed": 0', "-1e999")],
+    "borders[1]": [TEXT.replace("0.75,", "1e999,", 1)],
     "7": ["{" + ",".join(f'"{i}":0' for i in range(100_000)) + ',"7":1}'],
     "bits: expected": [changed(STEP, "bits", value) for value in (7, [0.5] * 200_000, "x" * 1_000_000)],
 }
@@ -263,16 +239,13 @@ def test_file_and_field_are_named(part: str, content: str | bytes | None, tmp_pa
         assert message.startswith(f"{path}: ") and part in message and message.count(str(path)) == 1
 
 
-PLAIN = STEP | {"even": False, "borders": [-1.5, 0.0, 0.75]}
-
-
-@pytest.mark.parametrize("step", [STEP, PLAIN], ids=["even", "plain"])
-def test_levels_of_a_step_function(step: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"even": False, "borders": [-1.5, 0.0, 0.75]}], ids=["even", "plain"])
+def test_levels_of_a_step_function(changes: dict[str, Any]) -> None:
     """A border belongs to the level below; NaN gets the first level."""
-    fit = from_json(json.dumps(step))
+    fit = from_json(json.dumps(STEP | changes))
     assert isinstance(fit, StepFit)
-    first, *_, last = levels = step["levels"]
-    for i, border in enumerate(step["borders"]):
+    first, *_, last = levels = fit.levels
+    for i, border in enumerate(fit.borders):
         x = np.array([math.nextafter(border, -math.inf), border, math.nextafter(border, math.inf)])
         for side in (1, -1) if fit.even else (1,):
             assert fit(side * x).tolist() == [levels[i], levels[i], levels[i + 1]]
