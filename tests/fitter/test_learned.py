@@ -10,8 +10,6 @@ from fitact.fitter.catalog import LEARNED
 from tests.support.reals import MP, REAL
 
 AT = np.array([-1e4, -30.0, -3.3, -0.4, -1e-3, 1e-3, 0.3, 2.2, 30.0, 1e4])
-
-
 SIGMOID, SOFTPLUS, TANH, ERF, EXPM1 = (REAL[name] for name in ("sigmoid", "softplus", "tanh", "erf", "expm1"))
 FORMULAS = {
     "dyt": lambda x, a, g, b: g * TANH(a * x) + b,
@@ -48,12 +46,11 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
 
 def test_the_catalog_is_of_formulas_that_are_finite() -> None:
     for name in LEARNED:
-        formula = Learned.of(name, {})
+        formula, at = Learned.of(name, {}), np.linspace(-5, 5, 101)
         assert dataclasses.replace(formula, name=None).formula == formula.formula
-        start = formula.start()
+        start, values = formula.start(), formula.at_start(formula.formula, at)
         assert start is not None
-        at = np.linspace(-5, 5, 101)
-        np.testing.assert_allclose(start.value(at), formula.at_start(formula.formula, at), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(start.value(at), values, rtol=1e-12, atol=1e-15)
 
 
 def test_a_number_that_is_named_as_an_exponent() -> None:
