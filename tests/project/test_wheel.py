@@ -22,21 +22,17 @@ FOLDERS = {
     "runtime": "fitact/runtime",
     "generated": "fitact/generated",
 }
-KINDS = {".py", ".j2", ".json", ".typed"}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
     for room in FOLDERS:
-        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "-w", folder, "."], cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+        shutil.copy(ROOT / file, folder)
+    run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "."], folder)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -55,13 +51,10 @@ def test_wheel_contents(wheel: Path) -> None:
         f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, target in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in KINDS or path.name == "py.typed"
+        if path.suffix in {".py", ".j2", ".json", ".typed"}
     }
-    assert actual == expected
-    assert "fitact/codegen/templates/step.py.j2" in actual
-    assert "fitact/generated/fits/gelu_fewbit3.json" in actual
+    assert actual == expected > {"fitact/codegen/templates/step.py.j2", "fitact/generated/fits/gelu_fewbit3.json"}
     assert 'Requires-Dist: triton>=3.5; platform_system == "Linux"' in text
-    assert not {name.split("/")[0] for name in actual} - {"fitact"}
     extras = re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE)
     assert {"plot", "transformers", "models", "docs"} <= {*extras}
 
@@ -94,9 +87,12 @@ def installed(folder: Path, wheel: Path, packages: Iterable[str], without: str =
     return [sys.executable, "-S", "-W", "ignore"]
 
 
-def run(command: Iterable[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: Iterable[str], folder: Path, status: int = 0) -> tuple[str, str]:
+    """Run a command that has the modules in a folder; return what it prints."""
     environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "0", "MPLBACKEND": "agg"}
-    return subprocess.run([*command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr.strip()
 
 
 TORCH_ALONE = """
@@ -125,8 +121,7 @@ assert not {"numpy", "scipy", "click", "matplotlib"} & {*sys.modules}
 def test_trained_with_pytorch_alone(wheel: Path, tmp_path: Path) -> None:
     python = installed(tmp_path, wheel, ["torch"])
     assert not (tmp_path / "numpy").exists() and not (tmp_path / "click").exists()
-    done = run([*python, "-c", TORCH_ALONE, str(tmp_path)], tmp_path)
-    assert done.returncode == 0, done.stderr
+    run([*python, "-c", TORCH_ALONE, str(tmp_path)], tmp_path)
 
 
 @pytest.mark.full
@@ -137,12 +132,8 @@ def test_commands_without_matplotlib(wheel: Path, tmp_path: Path) -> None:
     python = installed(tmp_path, wheel, base, without="matplotlib")
     assert (tmp_path / "click").exists() and not (tmp_path / "matplotlib").exists()
     fitact = [*python, "-m", "fitact"]
-    for command in (["fit", "--fn", "relu", "--bits", "1", "--name", "own"], ["codegen"], ["codegen", "--check"]):
-        done = run([*fitact, *command], tmp_path)
-        assert done.returncode == 0, done.stderr
-    measured = ("memory", "fitact.runtime.measure.reference:gelu_mlp", "--plot", "chart.png")
-    for command in (("plot",), measured):
-        done = run([*fitact, *command], tmp_path)
-        assert done.returncode == 2 and done.stdout == ""
-        lines = done.stderr.strip().splitlines()
-        assert lines == ['fitact: pictures need matplotlib, which is not installed: pip install "fitact[plot]"']
+    for command in ("fit --fn relu --bits 1 --name own", "codegen", "codegen --check"):
+        run([*fitact, *command.split()], tmp_path)
+    message = 'fitact: pictures need matplotlib, which is not installed: pip install "fitact[plot]"'
+    for command in ("plot", "memory fitact.runtime.measure.reference:gelu_mlp --plot chart.png"):
+        assert run([*fitact, *command.split()], tmp_path, 2) == ("", message)
