@@ -29,27 +29,23 @@ def rows_of(path: Path) -> Rows:
 
 
 def rehearsed(part: str, folder: Path, *only: str) -> Rows:
-    """Run a part; return its rows, none of which may have failed, but for Liger's, which need a GPU."""
+    """Run a part; return its rows, none of which may have failed, but for Liger's, which need a GPU.
+
+    The page has a line for each row, and says that this was a rehearsal.
+    """
     import_module(f"benchmarks.gpu.{part}").run(record(part, folder, only=only), "cpu", True)
     rows = rows_of(folder / f"{part}.json")
     measured = [row for row in rows if "error" not in row]
     assert not [row for row in rows if "skipped" in row]
     assert all("Liger" in row["variant"] for row in rows if row not in measured)
-    check_tables(part, folder)
-    return measured
-
-
-def check_tables(part: str, folder: Path) -> None:
-    """The page has a line for each row, and says that this was a rehearsal."""
-    actual = tables.results(folder)
     page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
-    text = tables.filled(page, actual)
-    assert text.count("a rehearsal with tiny sizes") == 1
-    assert text.count(tables.NOTHING) == len(PARTS) - 1
+    text = tables.filled(page, tables.results(folder))
+    assert (text.count("a rehearsal with tiny sizes"), text.count(tables.NOTHING)) == (1, len(PARTS) - 1)
     lines = [line for line in text.splitlines() if line.startswith(("| ", "- ")) and "---" not in line]
-    names = [row.get("variant", row.get("plan")) for row in actual[part]["rows"] if "test" not in row]
+    names = [row.get("variant", row.get("plan")) for row in rows if "test" not in row]
     assert all(any(str(name) in line for line in lines) for name in names if name)
     assert tables.filled(text, {}) == tables.filled(page, {})
+    return measured
 
 
 @pytest.mark.long
@@ -61,22 +57,17 @@ def test_correctness(tmp_path: Path) -> None:
     assert total["passed"] == len(tests) > 2 and {*tests} == {"passed"}
     gradients = [row for row in rows if "equal" in row]
     assert len({(row["model"], row["precision"]) for row in gradients}) == 4
-    for row in gradients:
-        if VARIANTS[row["variant"]].exact:
-            assert row["equal"] == row["of"] and row["gradient_off"] == 0
-        else:
-            assert row["gradient_off"] < 0.2
-    assert any(row["gradient_off"] > 0 for row in gradients)
+    exact = [row for row in gradients if VARIANTS[row["variant"]].exact]
+    assert all(row["equal"] == row["of"] and row["gradient_off"] == 0 for row in exact)
+    assert 0 < max(row["gradient_off"] for row in gradients) < 0.2
 
 
 def test_steps(tmp_path: Path) -> None:
     rows = {row["variant"]: row for row in rehearsed("steps", tmp_path, "LLaMA")}
-    assert rows.keys() == {
-        name for name, variant in VARIANTS.items() if not variant.compiled and variant.kind is None
-    }
+    plain = {name for name, variant in VARIANTS.items() if not variant.compiled and variant.kind is None}
+    assert rows.keys() == plain and all(row["ms"] > 0 for row in rows.values())
     saved = {name: row["saved_mib"] for name, row in rows.items()}
     assert saved["checkpointing"] < saved["exact"] < saved["baseline"] == saved["baseline, again"]
-    assert all(row["ms"] > 0 for row in rows.values())
 
 
 @pytest.mark.full
@@ -111,10 +102,9 @@ def test_batch(tmp_path: Path) -> None:
 
 
 def test_training(tmp_path: Path) -> None:
-    rows = {row["variant"]: row for row in rehearsed("training", tmp_path)}
-    losses = {(row["first_loss"], row["last_loss"]) for row in rows.values()}
-    assert rows.keys() == {"baseline", "exact", "checkpointing"}
-    assert len(losses) == 1  # bit for bit the same training
+    rows = rehearsed("training", tmp_path)
+    assert {row["variant"] for row in rows} == {"baseline", "exact", "checkpointing"}
+    assert len({(row["first_loss"], row["last_loss"]) for row in rows}) == 1  # bit for bit the same training
 
 
 def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
@@ -130,8 +120,8 @@ def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
     assert (first["variant"], first["error"]) == ("wanted 1", "RuntimeError: out of luck")
     assert second == {"variant": "wanted 2", "skipped": "no time left"}
     again = record("steps", tmp_path, resume=True)
-    again.measure({"variant": "wanted 1"}, lambda: {"ms": 1.0})
-    again.measure({"variant": "wanted 2"}, lambda: {"ms": 1.0})
+    for name in ("wanted 1", "wanted 2"):
+        again.measure({"variant": name}, lambda: {"ms": 1.0})
     assert ["error" in row for row in rows_of(tmp_path / "steps.json")] == [True, False]
 
 
