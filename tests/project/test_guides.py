@@ -19,9 +19,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.full
@@ -36,22 +35,15 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
     tokens = [torch.randint(64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(8)]
     data = [{"input_ids": each, "labels": each} for each in tokens]
-    names: dict[str, Any] = {
-        "checkpoint": str(tmp_path / "checkpoint"),
-        "folder": str(tmp_path / "results"),
-        "data": data,
-        "batch": dict.fromkeys(("input_ids", "labels"), torch.stack(tokens)),
-    }
+    names: dict[str, Any] = {"checkpoint": str(tmp_path / "checkpoint"), "folder": str(tmp_path / "results")}
+    names |= {"data": data, "batch": dict.fromkeys(("input_ids", "labels"), torch.stack(tokens))}
     for block in blocks("transformers.md"):
         exec(compile(block, "transformers.md", "exec"), names)
-    report = names["report"]
-    assert isinstance(report, Conversion)
-    assert report.saved_after is not None and report.saved_before is not None
-    assert report.saved_after < 0.5 * report.saved_before
-    printed = capsys.readouterr().out
-    assert 'PeftModel, runs in saving("exact")' in printed
-    assert "the gradient equals the baseline's, bit for bit" in printed
-    assert "would save" in printed and "the gradient is off by" in printed
+    report, printed = names["report"], capsys.readouterr().out
+    assert isinstance(report, Conversion) and report.saved_after < 0.5 * report.saved_before
+    bits = "the gradient equals the baseline's, bit for bit"
+    for said in ('PeftModel, runs in saving("exact")', bits, "would save", "the gradient is off by"):
+        assert said in printed
     adapters = [name for name, _ in names["loaded"].named_parameters() if "lora_B" in name]
     assert adapters and any(bool(names["loaded"].get_parameter(name).any()) for name in adapters)  # it has learned
     assert (tmp_path / "results" / "merged" / "config.json").exists()
@@ -71,11 +63,9 @@ def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
     command = [sys.executable, str(ROOT / "docs/examples/finetune_lora.py"), "--steps", "4", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
-    printed = done.stdout
-    saved = re.search(r"saved for backward: ([\d.]+) MiB", printed)
-    loss = re.search(r"loss (\S+) over 4 steps", printed)
-    assert saved is not None and loss is not None
-    return printed, float(saved[1]), float(loss[1])
+    patterns = r"saved for backward: ([\d.]+) MiB", r"loss (\S+) over 4 steps"
+    saved, loss = (float(re.findall(pattern, done.stdout)[0]) for pattern in patterns)
+    return done.stdout, saved, loss
 
 
 @pytest.mark.full
@@ -86,6 +76,4 @@ def test_finetune_lora(tmp_path: Path) -> None:
     assert "runs in saving" not in plain
     table, less, other = finetune(tmp_path)
     assert 'runs in saving("exact")' in table and "the gradient equals the baseline's, bit for bit" in table
-    assert less < 0.6 * saved
-    assert other == loss
-    assert list(tmp_path.iterdir()) == []
+    assert less < 0.6 * saved and other == loss and not [*tmp_path.iterdir()]

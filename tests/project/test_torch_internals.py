@@ -44,13 +44,10 @@ def private_parts(text: str) -> Iterator[str]:
                 paths = [alias.name for alias in names]
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 paths = [f"{module}.{alias.name}" for alias in names]
+            case ast.Constant(value=str(value)) if PRIVATE.fullmatch(value):
+                paths = [f"torch.{value}"] if any(hasattr(each, value) for each in OF_TORCH) else []
             case ast.Constant(value=str(value)) if re.fullmatch(r"[\w.]+", value):
-                paths = (
-                    [value]
-                    if not PRIVATE.fullmatch(value) or any(hasattr(each, value) for each in OF_TORCH)
-                    else []
-                )
-                paths = [f"torch.{path}" if PRIVATE.fullmatch(path) else path for path in paths]
+                paths = [value]
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=attr) if attr in own:
                 continue
             case ast.Attribute() if ast.unparse(node) in OTHERS:
