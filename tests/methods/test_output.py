@@ -14,7 +14,7 @@ from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import again, output
 from fitact.fitter.records import from_json
-from tests.support.generated import HALVES, patterns
+from tests.support.generated import EACH_HALF, patterns
 from tests.support.outputs import CLOSED, Output, each_output, outputs
 from tests.support.reals import MP, real
 from tests.support.refusals import refused
@@ -24,10 +24,9 @@ def compare(value: Callable, derivative: Callable, corners: tuple[float, ...]) -
     """Compare derivative(f(x)) with f′(x), by differences, beside corners too."""
     points = np.random.default_rng(0).uniform(-30.0, 30.0, 40).tolist()
     points += [c + d for c in corners for d in (-0.7, -0.3, -1e-3, -1e-9, 1e-9, 1e-3, 0.3, 0.7)]
-    for point in points:
-        x = MP.mpf(point)
+    for x in map(MP.mpf, points):
         true = MP.diff(value, x)
-        assert abs(derivative(value(x)) - true) <= MP.mpf("1e-15") * max(abs(true), 1), point
+        assert abs(derivative(value(x)) - true) <= MP.mpf("1e-15") * max(abs(true), 1), x
 
 
 def test_what_is_shipped() -> None:
@@ -59,8 +58,8 @@ STATED = [
 def test_stated(text: str, derivative: str | None, corners: tuple[float, ...]) -> None:
     """A user's, or the catalog's, and the closed form written in `outputs`, are the derivative by differences."""
     fit = output.fit(Activation.of(text), "own", derivative)
-    names = {name: f"{name}(x)" for name in ("hardsigmoid", "logsigmoid")}
-    value, closed, _ = CLOSED.get(text, ({"identity": "x", **names}.get(text, text), fit.derivative, ()))
+    names = {"identity": "x", "hardsigmoid": "hardsigmoid(x)", "logsigmoid": "logsigmoid(x)"}
+    value, closed, _ = CLOSED.get(text, (names.get(text, text), fit.derivative, ()))
     for form in {fit.derivative, closed}:
         compare(real(value), real(form, "y"), corners)
     read = from_json(fit.to_json())
@@ -83,14 +82,11 @@ def test_refused(text: str, derivative: str | None, reason: str) -> None:
     assert reason in refused(lambda: output.fit(Activation.of(text), "own", derivative))
 
 
-@pytest.mark.parametrize("slope", [-0.1, 0.2])
-def test_the_closed_form_holds_for_the_parameters_or_is_refused(slope: float) -> None:
-    activation = Activation.of("leaky_relu", {"negative_slope": slope})
-    if slope < 0:
-        assert "not that function of the output" in refused(output.fit, activation, "own")
-    else:
-        fit = from_json(output.fit(activation, "own").to_json())
-        assert (fit.activation.parameters, fit.derivative) == ({"negative_slope": 0.2}, "where(y > 0, 1, 1/5)")
+def test_the_closed_form_holds_for_the_parameters_or_is_refused() -> None:
+    negative, positive = (Activation.of("leaky_relu", {"negative_slope": slope}) for slope in (-0.1, 0.2))
+    assert "not that function of the output" in refused(output.fit, negative, "own")
+    fit = from_json(output.fit(positive, "own").to_json())
+    assert (fit.activation.parameters, fit.derivative) == ({"negative_slope": 0.2}, "where(y > 0, 1, 1/5)")
 
 
 def measured(each: Output, x: np.ndarray, dtype: torch.dtype) -> float:
@@ -101,7 +97,7 @@ def measured(each: Output, x: np.ndarray, dtype: torch.dtype) -> float:
 
 
 @each_output()
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@EACH_HALF
 def test_stated_error_of_half_precision(case: Output, dtype: torch.dtype) -> None:
     """Over every finite value, up to the roundings of float32 in the formula, which are stated with it."""
     x = patterns(dtype).double().numpy()

@@ -34,8 +34,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 
 def folder(module: str) -> str:
     """Return the longest name in ORDER that a module is in; a package that has folders is one by itself."""
-    inside = [name for name in ORDER if module == name or module.startswith(f"{name}.")]
-    return max(inside, key=len)
+    return max((name for name in ORDER if f"{module}.".startswith(f"{name}.")), key=len)
 
 
 def imported(module: str) -> Iterator[tuple[str, str]]:
@@ -76,6 +75,4 @@ def test_imports(module: str) -> None:
         for tower, another in (TOWERS, TOWERS[::-1]):
             assert not (module.startswith(tower) and f"{other}.".startswith(another)), f"{module} imports {other}"
         assert other in ORDER, f"{module} imports from inside a folder: {source}"
-        assert other == whole or name == "*" or name in exports(other), (
-            f"{module} imports what is not exported: {whole}"
-        )
+        assert other == whole or name == "*" or name in exports(other), f"{whole} is not exported"
