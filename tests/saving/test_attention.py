@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -335,3 +336,35 @@ def test_bits_of_queries(name: str, autocast: bool) -> None:
     model = built(call, qkv=layers, norm=nn.RMSNorm(16, elementwise_affine=False))
     given = {"error": "rounding", "bits": {"norm": 3, "activation": 3, "attention": 8}}
     both_ways(model, torch.randn(4, 64, 64), autocast=HALF if autocast else None, most=0.15, **given)
+
+
+def normalised(m: Any, x: Tensor) -> list[Tensor]:
+    """Return queries and keys, whose scale makes large logits, and values."""
+    q, k, v = (layer(x).view(4, 64, 4, 16).transpose(1, 2) for layer in m.qkv)
+    return [m.norm(q), m.norm(k), v]
+
+
+def by_products(mode: str) -> Callable[[Any, Tensor], Tensor]:
+    """Return attention that is not fused, its products by `einsum` or by operators."""
+    scores, mixed = ("bhtd,bhsd->bhts", "bhts,bhsd->bhtd") if mode == "einsum" else ("", "")
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        q, k, v = normalised(m, x)
+        weights = (torch.einsum(scores, q, k) if scores else q @ k.mT).mul(0.25).softmax(-1)
+        return torch.einsum(mixed, weights, v) if mixed else weights @ v
+
+    return call
+
+
+def test_large_logits() -> None:
+    """Fused attention reads no codes unless it has bits; by `einsum` it saves what products save."""
+    torch.manual_seed(0)
+    sizes = {}
+    calls = {"fused": lambda m, x: attend(*normalised(m, x))} | {
+        mode: by_products(mode) for mode in ("einsum", "@")
+    }
+    for (name, call), (error, most) in product(calls.items(), (("rounding", 0.01), ("coarse", 0.2))):
+        model = built(call, qkv=nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), norm=nn.RMSNorm(16))
+        nn.init.constant_(model.norm.weight, 4)
+        sizes[name, error] = both_ways(model, torch.randn(4, 64, 64), error=error, most=most)[1]
+    assert sizes["einsum", "coarse"] == sizes["@", "coarse"] < sizes["@", "rounding"]

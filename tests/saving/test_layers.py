@@ -18,8 +18,11 @@ from tests.support.blocks import IMAGES as X
 from tests.support.rows import full
 from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, saving_less
 
+SLOPES = nn.ReLU(), nn.ReLU(True), nn.ReLU6(True), nn.LeakyReLU(), nn.LeakyReLU(0.01, True)
+CLIPPED = nn.Hardtanh(), nn.Hardtanh(inplace=True), nn.Hardtanh(0, 0.5), nn.Hardtanh(-2, 3), nn.ReLU6()
 
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU(True), nn.ReLU6(True), nn.LeakyReLU(), nn.LeakyReLU(2, True)])
+
+@pytest.mark.parametrize("act", SLOPES)
 def test_slopes_in_bits(act: nn.Module) -> None:
     """No decoded number changes a slope: biases of norms are off by what follows alone, which here is nothing."""
     torch.manual_seed(0)
@@ -37,10 +40,7 @@ def test_slopes_in_bits(act: nn.Module) -> None:
     assert 0 < saved.bytes - x.nbytes - codes - slopes < 2 * shifts + 1024
 
 
-CLIPPED = nn.Hardtanh(), nn.Hardtanh(inplace=True), nn.Hardtanh(0, 0.5), nn.Hardtanh(-2, 3), nn.ReLU6()
-
-
-@pytest.mark.parametrize("act", [*SLOPES, *CLIPPED], ids=str)
+@pytest.mark.parametrize("act", [*SLOPES, *CLIPPED])
 def test_slopes_without_norms(act: nn.Module) -> None:
     """The first bias has the baseline's gradient, bit for bit: it depends on slopes alone."""
     torch.manual_seed(0)
