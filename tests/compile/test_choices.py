@@ -132,6 +132,12 @@ def test_kinds(name: str) -> None:
     assert error < 0.3
 
 
+def test_fused_attention_reads_no_codes_with_rounding() -> None:
+    error, records = coded(sharp, SIZE, error="rounding", budget=0.9)
+    assert [record.reason for record in records if record.operation == "addmm"] == ["attention"]
+    assert error < 0.01
+
+
 def test_bits_by_kind() -> None:
     _, records = coded(SwiGLU, (128, 256), bits={"gate": 6, "attention": 8}, budget=0.9)
     assert {(record.kind, record.bits) for record in records if record.kind} == {("gate", 6), ("activation", 8)}

@@ -191,6 +191,15 @@ def test_what_is_steep_reads_no_code(name: str, error: str, most: float, outside
     assert outside or after < before
 
 
+@pytest.mark.parametrize("error", ["rounding", "coarse"])
+def test_an_inverse_reads_no_code(error: str) -> None:
+    """Of a layer with small numbers among large ones, whose codes would be 0."""
+    up, down, x = nn.Linear(64, 256), nn.Linear(256, 64), torch.randn(256, 64)
+    up.weight.data.mul_(1e-4)
+    up.bias.data.copy_(torch.logspace(-3, 1, 256).view(4, 64).mT.flatten())
+    both_ways(built(lambda m, x: m.down(m.up(x) ** -1), up=up, down=down), x, error=error, most=0.14)
+
+
 @pytest.mark.parametrize("two", [lambda f, h: f(h, 2), lambda f, h: f(2, h), lambda f, h: f(h, h)], ids="hlb")
 @pytest.mark.parametrize("function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow])
 def test_operators_are_recomputed(function: Callable[[Any, Any], Any], two: Callable[..., Tensor]) -> None:
