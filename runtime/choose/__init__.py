@@ -5,6 +5,7 @@ from .compare import DTYPES as DTYPES
 from .compare import OPTIMIZERS as OPTIMIZERS
 from .compare import Report as Report
 from .compare import Row as Row
+from .compare import lines as lines
 from .compare import measure as measure
 from .compiler import compiled as compiled
 from .convert import convert as convert
@@ -29,6 +30,5 @@ from .policies import apply as apply
 from .policies import changed as changed
 from .policies import revert as revert
 from .records import Conversion as Conversion
-from .tables import lines as lines
 from .verify import Verification as Verification
 from .verify import verify as verify

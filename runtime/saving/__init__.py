@@ -6,6 +6,7 @@ from .blocks import BITS as BITS
 from .blocks import decode as decode
 from .blocks import encode as encode
 from .blocks import nbytes as nbytes
+from .capture import observing as observing
 from .context import baseline as baseline
 from .context import saving as saving
 from .modules import CHECKPOINT as CHECKPOINT
@@ -28,6 +29,5 @@ from .quantising import SHARP as SHARP
 from .quantising import STATISTIC as STATISTIC
 from .quantising import policy_of as policy_of
 from .storage import Watched as Watched
-from .storages import observing as observing
 
 ERRORS = tuple(POLICIES)  # in their order: each may be further off than those before it

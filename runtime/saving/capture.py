@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from .recompute import Computed, Reading, Recompute, Unsuitable
 from .storage import (
     Bits,
     Hooks,
+    Made,
     Mark,
     Small,
     Stored,
@@ -54,6 +57,28 @@ FEW = 64  # elements: a mask of fewer is stored as it is
 INTEGERS = torch.int8, torch.int16, torch.int32
 # Called with each tensor that autograd saves, and how it is stored, by contexts that are made while this is set.
 observer: ContextVar[Callable[[Tensor, Stored | Reading], None] | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observing(where: Callable[[Tensor], Any]) -> Iterator[list[tuple[Any, Callable[[], str]]]]:
+    """Record how the tensors that autograd saves in contexts are stored, while this context is open.
+
+    Yields:
+        For each tensor what `where` returned, and a function that says how it is stored, to be called in the end.
+
+    """
+    seen: list[tuple[Any, Callable[[], str]]] = []
+    token = observer.set(lambda tensor, saved: seen.append((where(tensor), partial(_how, saved))))
+    try:
+        yield seen
+    finally:
+        observer.reset(token)
+
+
+def _how(saved: Stored | Reading) -> str:
+    stored = saved.instead or saved if isinstance(saved, Stored) else saved
+    made: Made = stored.computed if isinstance(stored, Reading) else stored
+    return "recomputed" if made.replaced else made.how
 
 
 class Capture(TorchFunctionMode):

@@ -189,12 +189,14 @@ class Made(ABC):
         saved: whether an operation saved it, or a tensor of its memory.
         sources: what it is made from.
         replaced: whether nothing of it is stored any more, and it is what its source is.
+        how: how it is stored, for reports.
 
     """
 
     # of the class, since hardly one has another value and many are made
     readers, first, saved, replaced = 1, 0, False, False
     sources: Sequence[Made] = ()
+    how = "recomputed"
     _made: Tensor | None = None
     _left = 0
 
@@ -296,6 +298,7 @@ class Stored(Made):
 
     """
 
+    how = "itself"
     ours, needed, separate, instead = False, False, False, None
     stays, small, _spoilt = False, False, False
     recompute: Any = None
@@ -453,25 +456,31 @@ class Stored(Made):
         self._saved = None
 
 
-class Bits(Stored):
-    """A mask, or the factors 0 and 1/(1 - p) of dropout, in one bit an element."""
+class Compact(Stored):
+    """A tensor in fewer bytes, without loss."""
 
     separate = True
+
+    def unpack(self) -> Tensor:
+        """Return the tensor to autograd."""
+        with quietly():
+            return self.read(self.layout)
+
+    def value(self) -> Tensor:
+        """Return the tensor."""
+        return self.read(self.layout)
+
+
+class Bits(Compact):
+    """A mask, or the factors 0 and 1/(1 - p) of dropout, in one bit an element."""
+
+    how = "mask in bits"
 
     def __init__(self, mask: Tensor, hooks: Hooks | None, p: float | None = None) -> None:
         super().__init__(pack(mask if mask.dtype == torch.bool else mask != 0), hooks)
         self.settle()
         self._factor = None if p is None else (mask.dtype, p)
         self.version, self._layout = version_of_saved(mask), layout_of(mask)
-
-    def unpack(self) -> Tensor:
-        """Return the mask to autograd."""
-        with quietly():
-            return self.read(self.layout)
-
-    def value(self) -> Tensor:
-        """Return the mask, or the factors."""
-        return self.read(self.layout)
 
     def read(self, layout: Layout) -> Tensor:
         """Return the mask, or the factors."""
@@ -513,25 +522,16 @@ class Slope(Bits):
         return super().unpack()
 
 
-class Small(Stored):
+class Small(Compact):
     """Indices of int64 in a dtype of fewer bytes."""
 
-    separate = True
+    how = "index in fewer bytes"
 
     def __init__(self, index: Tensor, hooks: Hooks | None, dtype: torch.dtype) -> None:
         whole = is_dense(index)
         super().__init__(index.to(dtype) if whole else index.to(dtype).contiguous(), hooks)
         self.settle()
         self.version, self._layout, self._whole = version_of_saved(index), layout_of(index), whole
-
-    def unpack(self) -> Tensor:
-        """Return the indices to autograd."""
-        with quietly():
-            return self.read(self.layout)
-
-    def value(self) -> Tensor:
-        """Return the indices."""
-        return self.read(self.layout)
 
     def read(self, layout: Layout) -> Tensor:
         """Return the indices."""
@@ -565,7 +565,7 @@ class Quantised(Stored):
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
         self.sources = [Stored(part, hooks).settle() for part in parts]
-        self._outside = hooks
+        self._outside, self.how = hooks, f"{bits} bits"
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
