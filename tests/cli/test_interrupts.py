@@ -22,12 +22,7 @@ from fitact.cli import main
 from tests.conftest import ROOT
 from tests.support.commands import put, tree
 
-COMMANDS = {
-    "fit": ["fit", "--fn", "tanh", "--bits", "1", "--bits", "2"],
-    "codegen": ["codegen"],
-    "codegen --standalone": ["codegen", "--standalone"],
-    "plot": ["plot", "-o", "picture.svg"],
-}
+COMMANDS = ("fit --fn tanh --bits 1 --bits 2", "codegen", "codegen --standalone", "plot -o picture.svg")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,9 +35,9 @@ def _not_ignored() -> Iterator[None]:
 
 def prepared(folder: Path) -> Path:
     """Return a folder with three fits."""
-    (folder / "generated" / "fits").mkdir(parents=True)
     for name in ("gelu_fewbit3", "silu_fewbit2", "tanh_output"):
-        shutil.copy(ROOT / "generated" / "fits" / f"{name}.json", folder / "generated" / "fits")
+        path = Path("generated", "fits", f"{name}.json")
+        shutil.copy(ROOT / path, put(folder / path))
     return folder
 
 
@@ -52,7 +47,7 @@ def run(
     """Return the status and errors of a command that a signal stops after some seconds, or a limit of bytes."""
     limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest, largest)) if largest else None
     # without files of bytecode: Python itself may leave one half-written
-    arguments = [sys.executable, "-B", "-m", "fitact", *COMMANDS[command]]
+    arguments = [sys.executable, "-B", "-m", "fitact", *command.split()]
     with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=limited) as process:
         if stop[1]:
             time.sleep(stop[0])

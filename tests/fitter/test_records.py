@@ -13,13 +13,12 @@ import pytest
 
 from fitact.fitter.files import FIT
 from fitact.fitter.records import StepFit, from_json, read, weights
-from tests.conftest import ROOT
 from tests.support.commands import record
 from tests.support.gates import recomputed
+from tests.support.generated import fits
 from tests.support.learned import CASES
 from tests.support.refusals import GONE, changed, refused, within
 
-FITS = ROOT / "generated" / "fits"
 LEVELS = {"bits": 2, "even": True, "borders": [0.25, 0.75, 1.5], "levels": [1.0, 0.75, 0.25, -0.0625]}
 OPTIONS = {"cells": 4000, "seed": 0}
 STEP = json.loads(record("tanh_fewbit2", weight="normal(0, 2)", options=OPTIONS, **LEVELS))
@@ -30,9 +29,9 @@ RECORDS: dict[str, dict[str, Any]] = {
     "step": STEP,
     "relumix": STEP | {"method": "relumix", "options": {"objective": "primitive", "restarts": 4, "seed": 0}},
     "source": STEP | {"method": "relumix", "options": {"objective": "derivative", "source": "arXiv 2406.16282"}},
-    "output": json.loads((FITS / "tanh_output.json").read_text()),
-    "inverted": json.loads((FITS / "gelu_inverted1.json").read_text()),
-    "published": json.loads((FITS / "silu_inverted_published.json").read_text()),
+    "output": fits()["tanh_output"],
+    "inverted": fits()["gelu_inverted1"],
+    "published": fits()["silu_inverted_published"],
     "gate": json.loads(recomputed("swiglu", "swiglu_recompute").to_json()),
     "own gate": json.loads(recomputed("2*tanh(g)*(u + 1)", "own").to_json()),
     "learned": json.loads(CASES["dyt"].fit.to_json()),

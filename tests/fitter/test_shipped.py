@@ -13,13 +13,10 @@ from tests.support.rows import full
 
 FITS = ROOT / "generated" / "fits"
 NAMES = sorted(path.stem for path in FITS.glob("*.json"))
+QUICK = [name for name in NAMES if name.endswith(("_published", "_output")) or name == "gelu_relumix2"]
 
 
-def quick(name: str) -> bool:
-    return name.endswith(("_published", "_output")) or name == "gelu_relumix2"
-
-
-@pytest.mark.parametrize("name", full(NAMES, quick))
+@pytest.mark.parametrize("name", full(NAMES, QUICK))
 @pytest.mark.filterwarnings("ignore:beyond the domain -10 10 the derivative of relu2:fitact.FitWarning")
 def test_made_again(name: str) -> None:
     assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
@@ -39,8 +36,6 @@ from fitact.fitter.records import read
 for name in sys.argv[1:]:
     assert again(read(Path(name))).to_json() == Path(name).read_text(), name
 """
-
-
 TOGETHER = ["gelu_inverted1", "gelu_tanh_inverted1", "gelu_fewbit3", "silu_fewbit4", "mish_relumix2"]
 TOGETHER += ["silu_relumix2", *(f"../../notebooks/fits/{name}_relumix4" for name in ("gelu", "silu"))]
 
