@@ -140,8 +140,6 @@ CASES = [
     for line in lines.splitlines()
     if line
 ]
-
-
 WEIGHTS = fitact.calibrate(nn.Sequential(nn.GELU(), nn.SiLU()), [torch.ones(4, 8)]).to_json()
 
 

@@ -124,8 +124,6 @@ log(1 + x**2) - log1p(exp(x))   exp(-x**2)*(1 + x**2)/(2 + exp(-x**2))   x**-2*e
 sqrt(pi)*x/e - log(2)   (x**2)**0.5*3   2*(x + 1)*(x + 1)**0.5   -exp(-(-x))/-x   exp(x)**3/exp(x + 1)**2
 """)
 POINTS = np.concatenate([np.linspace(-12, 12, 97) + 1e-3, [-40.0, -25.0, 25.0, 40.0]])
-
-
 # Formulas that are cut into steps.
 LONG = {
     "branches": " + ".join(f"where(x > {i}, tanh({i}*x), sin({i}*x))" for i in range(2, 28)),
@@ -139,8 +137,6 @@ LONG = {
     "powers": "(sin(x)**-2*tan(x) + 1)*(sin(x)**-2*sigmoid(x) - 2)*exp(1 + 0.123456789*x + 0.987654321*x**2)",
     "nested": "hardswish(hardswish(mish(x)))",
 }
-
-
 # Triton's functions, and the runtime's, in NumPy
 TRITON = SimpleNamespace(
     exp=np.exp, log=np.log, sqrt=np.sqrt, abs=np.abs, where=np.where, sin=np.sin, cos=np.cos, erf=special.erf

@@ -38,8 +38,6 @@ HOSTILE = (
     *("{{ exit(3) }}", "x\nexit(3)\n", "\0", "\ud800", "\u202e", "x" * 100_000, "$\\frac$", "$x$", "../x"),
     *("os.system", "", " "),
 )
-
-
 # Printable ASCII without quotes, # and backslashes is accepted where a text is nothing but text.
 HARMLESS = {t for t in HOSTILE if t.isascii() and t.isprintable() and not {*"\"'\\#"} & {*t} and 0 < len(t) <= 200}
 

@@ -182,8 +182,6 @@ found, expected = torch.export.load(path).module()(x), function(x)
 (a,), (b,) = (torch.autograd.grad(y.sum(), x) for y in (found, expected))
 print(found.equal(expected), a.equal(b))
 """
-
-
 BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("aot_eager", NAMES), ("inductor", NAMES[:2])]
 
 

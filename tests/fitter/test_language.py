@@ -184,8 +184,6 @@ ACTIVATIONS = {
     "constant 1.76440e-381": "max((x/cos(2))**-1000, cos(x))",  # 0 in float64
     "constant 1.41212e+497": "(pi*x)**1000",
 }
-
-
 TEXTS = [(parse, text, reason) for reason, texts in ODD.items() for text in texts]
 TEXTS += [
     (read, text, reason)

@@ -25,8 +25,6 @@ TABLE1 = json.loads((REFERENCE / "fewbit_table1.json").read_text())
 OPTIMUM = json.loads((REFERENCE / "fewbit_optimum.json").read_text())
 BITS = (1, 2, 3, 4)
 DOMAIN = (-10.0, 10.0)
-
-
 # beyond the catalog: f′ with two minima, and f′ that jumps between two curved pieces
 OWN = {"bump": "x*exp(-x*x)", "bend": "where(x > 1, x + sigmoid(x) - sigmoid(1), x*x)"}
 ORACLES = CURVES | {

@@ -27,8 +27,6 @@ README = (ROOT / "README.md").read_text("utf-8")
 PAGES = ("converting", "evidence", "measuring", "methods", "saving", "speed")
 TEXT = "\n".join([README, *((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in PAGES)])
 FLAT = " ".join(TEXT.split())
-
-
 COUNTED = json.loads(counts.RESULTS.read_text("utf-8"))["rows"]
 
 
