@@ -73,7 +73,6 @@ fit --fn gelu --method inverted --tol 0 --name a -> tol: expected 1e-6 to 0.01, 
 fit --fn gelu --method inverted --tol 1e-3 -> --name is required for --tol
 fit --fn gelu --method inverted --family published --bits 1 -> --family published takes no --name
 fit --fn mish --method inverted --family published -> --family published: expected gelu or silu, got 'mish'
-fit --fn gelu --method inverted --domain -10 10 -> --name is required for --domain
 fit --fn tanh --method relumix --bits 2 --domain -5 5 --weight normal --name a -> has no --domain or --weight
 fit --fn tanh --method relumix --bits 2 --objective derivative -> --name is required for
 fit --fn 'asinh(x)' --method output --derivative '1/cosh(y)' -> --name is required for --derivative
