@@ -54,6 +54,5 @@ def test_the_catalog_is_of_formulas_that_are_finite() -> None:
 
 
 def test_a_number_that_is_named_as_an_exponent() -> None:
-    formula = Learned.of("x*2.e3 + e3*x**2", {"e3": (0.5, False)})
-    start = formula.start()
+    start = Learned.of("x*2.e3 + e3*x**2", {"e3": (0.5, False)}).start()
     assert start is not None and start.value(np.array([2.0])) == [4002.0]
