@@ -16,6 +16,7 @@ from fitact.runtime.torch_internals import (
     base_of,
     mark_of,
     next_call,
+    running_call,
     storage_id,
     version_of_saved,
     without_torch_function,
@@ -186,10 +187,14 @@ class Quantising(Capture):
         return stored or super().added(tensor, mark, grows)
 
     def _least(self) -> float:
-        """Return in how few bits the call that saves a tensor may read it, or what it is recomputed from."""
-        if self.current is None or kind_of(*self.current) != "attention":
+        """Return in how few bits the call that saves a tensor may read it, or what it is recomputed from.
+
+        A function of another library may be fused attention. The mode sees none, nor what backward calls.
+        """
+        if running_call() is not None if self.current is None else kind_of(*self.current) != "attention":
             return 0
-        return self._policy.get("attention", math.inf if self.current[0] in FUSED else SHARP)
+        fused = self.current is None or self.current[0] in FUSED
+        return self._policy.get("attention", math.inf if fused else SHARP)
 
     def is_near_enough(self, recompute: Recompute) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
