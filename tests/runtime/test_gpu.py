@@ -178,7 +178,7 @@ def test_values_of_float32(name: str) -> None:
     x = torch.cat([values.points(torch.float32), 3 * torch.randn(MANY)])
     values.check(formula, forward(name, x)[0], x)
     infinite = torch.tensor([torch.inf, -torch.inf])
-    limit = torch.from_numpy(values.truth(formula, infinite.double().numpy()))
+    limit = torch.from_numpy(formula.activation.value(infinite.double().numpy()))
     known = limit.isfinite()
     y = forward(name, infinite)[0].double()
     torch.testing.assert_close(y[known], limit[known], rtol=1e-6, atol=1e-7)

@@ -1,14 +1,12 @@
-"""What the tests of values share: formulas, the modules generated from them, and the error that they may have.
+"""Formulas, the modules generated from them, and the error that a value may have beside float64.
 
-The truth is the float64 value. A module's value, in a dtype with the unit roundoff u, may be off by
-`roundings` · u · (|f| + |x f′|) plus FLOOR, and is then rounded once. Where a root of f is within NEAR, the larger
-sum at x ± NEAR counts, because only absolute accuracy is promised there.
+For a unit roundoff u that is `roundings` · u · (|f| + |x f′|) + FLOOR, then one rounding. Where a root of f is
+within NEAR, the larger sum at x ± NEAR counts, because only absolute accuracy is promised there.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +19,9 @@ from scipy import special
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.expr.exact import value as exact_value
-from fitact.fitter.expr.parser import parse
 from tests.conftest import INTERPRETED
 from tests.support.generated import load, made_up, patterns
 from tests.support.literature import LITERATURE
-from tests.support.reals import MP, REAL
 from tests.support.rows import full, listed
 from tests.support.shared import shared
 
@@ -66,11 +61,6 @@ x*(exp(2*x) + 2*exp(x))/(exp(2*x) + 2*exp(x) + 2)
 """)
 
 
-@cache
-def activation(text: str) -> Activation:
-    return Activation.of(text)
-
-
 @dataclass(frozen=True)
 class Formula:
     """A formula; `roundings` are those that it may be off by, `lost` the relative error that is passed anyway."""
@@ -80,9 +70,9 @@ class Formula:
     roundings: int = ROUNDINGS
     lost: float = 0.0
 
-    @property
+    @cached_property
     def activation(self) -> Activation:
-        return activation(self.text)
+        return Activation.of(self.text)
 
 
 CANCELS = {"tanhshrink": (PROMISED, LOST)}  # by design: PyTorch's own cancels as much
@@ -98,11 +88,7 @@ FORMULAS = (
 
 
 def each(formulas: Sequence[Formula]) -> pytest.MarkDecorator:
-    """Parametrise `formula`; outside of the full product, every eighth of WRITTEN.
-
-    Interpreted, where tests/interpreted checks each function, every fourth of all does, and of the others every
-    second is left out.
-    """
+    """Parametrise `formula`; interpreted, where tests/interpreted checks each function, with fewer."""
     few = set(FORMULAS[: -len(WRITTEN)]) | set(FORMULAS[-len(WRITTEN) :: 8])
     if INTERPRETED:
         formulas, few = [*formulas][::2], set(FORMULAS[::4])
@@ -114,16 +100,7 @@ EACH = each(FORMULAS)
 
 @shared
 def reported(text: str) -> str | None:
-    return problem(activation(text))
-
-
-def value_is_reported(text: str) -> bool:
-    return "in float32" in (reported(text) or "")
-
-
-def may_fail(formula: Formula) -> bool:
-    """Whether `check` reports the value; or anything at all, as it reports one thing, if that is all we know."""
-    return value_is_reported(formula.text) or (formula.lost > 0 and reported(formula.text) is not None)
+    return problem(Activation.of(text))
 
 
 @cache
@@ -141,17 +118,6 @@ def points(dtype: torch.dtype) -> torch.Tensor:
     tails = torch.from_numpy(np.geomspace(20, 400, 5_000).astype(np.float32))
     halves = [points(torch.bfloat16).float(), points(torch.float16).float()]
     return torch.cat([*halves, torch.linspace(-30, 30, 20_000), far, -far, tails, -tails]).unique()
-
-
-def few_points() -> Array:
-    """Float32 numbers for what costs a millisecond each."""
-    far = np.geomspace(1.7e-7, 1e30, 14)
-    some = np.concatenate([np.linspace(-29.3, 30.1, 15), far, -far, [-265.0, -95.0, -60.0, 60.0, 95.0]])
-    return np.unique(some).astype(np.float32).astype(np.float64)
-
-
-def truth(formula: Formula, at: Array) -> Array:
-    return formula.activation.value(at)
 
 
 def _sum(activation: Activation, at: Array, value: Array) -> Array:
@@ -180,9 +146,9 @@ def allowed(formula: Formula, at: Array, dtype: torch.dtype = torch.float32, mid
 
 @lru_cache(maxsize=1)
 def _at_points(formula: Formula) -> tuple[Array, Array]:
-    """f at the float32 points, in order, those of half precision among them, and the error that it may have."""
+    """Return f at the float32 points, those of half precision among them, and the error that it may have."""
     at = points(torch.float32).double().numpy()
-    true = truth(formula, at)
+    true = formula.activation.value(at)
     return true, allowed(formula, at, middle=true)
 
 
@@ -194,7 +160,7 @@ def check(formula: Formula, actual: torch.Tensor, x: torch.Tensor, limit: float 
     if np.array_equal(known[index], at):
         true, error = (values[index] for values in _at_points(formula))
     else:
-        true = truth(formula, at)
+        true = formula.activation.value(at)
         error = allowed(formula, at, x.dtype, true)
     error = np.where(np.isfinite(true), error, 0.0)
     low, high = (torch.from_numpy(true + d).to(x.dtype).double().numpy() for d in (-error, error))
@@ -204,77 +170,30 @@ def check(formula: Formula, actual: torch.Tensor, x: torch.Tensor, limit: float 
     assert not lines, "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], *lines[-4:]])
 
 
-def exact(formula: Formula, at: Array) -> Array:
-    """Return f with 260 digits at the points, rounded to float64, from the formula as it was typed."""
-    return np.array([float(exact_value(parse(formula.text), point, 260)) for point in at.tolist()])
-
-
-VALUE = re.compile(r"in float32 it is (\S+) at x = (\S+) in place of (\S+): ")
-DERIVATIVE = re.compile(r"its derivative is computed as (\S+) at x = (\S+) in place of (\S+): ")
-
-
-def named(text: str, pattern: re.Pattern[str]) -> list[float]:
-    """Return what a report says was found, at which x, and what is true."""
-    return [*map(float, pattern.match(reported(text) or "").groups())]
-
-
-def neighbours(at: float) -> torch.Tensor:
-    """The float32 numbers that `at`, which was printed with four digits, may stand for."""
-    return torch.from_numpy(np.linspace(at * (1 - 5e-4), at * (1 + 5e-4), 41).astype(np.float32))
-
-
-def defined(name: str, at: Array) -> Array:
-    """Return a function's values from its definition with 700 digits, erfc's with 50, rounded to float64."""
-    function = REAL[name.removesuffix("_half").removesuffix("_full")]
-    with MP.workdps(50 if name in ("erfc", "ndtr", "ndtr_half") else 700):
-        return np.array([float(function(MP.mpf(point))) for point in at.tolist()])
-
-
-def _sech2(u: Array) -> Array:
-    t = np.exp(-2 * np.abs(u))
-    return 4 * t / (1 + t) ** 2
-
-
-def _logcosh(u: Array) -> Array:
-    a = np.abs(u)
-    near = np.log1p(2 * np.sinh(np.minimum(a, 1) / 2) ** 2)
-    return np.where(a < 1, near, a + np.log1p(np.exp(-2 * a)) - np.log(2))
-
-
-def _tanh_softplus(u: Array) -> Array:
-    m = np.exp(-np.abs(u))
-    return np.where(u > 0, (1 + 2 * m) / (1 + 2 * m + 2 * m * m), m * (m + 2) / (m * (m + 2) + 2))
-
-
 # In float64, which is precise enough for float32: fast.
 FLOAT64: dict[str, Any] = {
-    "expm1": np.expm1,
-    "log1p": np.log1p,
+    **{name: getattr(np, name) for name in ("expm1", "log1p", "tanh", "sinh", "cosh", "tan")},
+    **dict.fromkeys(("exponential", "exp_full", "exp_half"), np.exp),
     "softplus": lambda u: np.logaddexp(u, 0),
-    "tanh": np.tanh,
-    "sinh": np.sinh,
-    "cosh": np.cosh,
-    "sech2": _sech2,
-    "tsech2": lambda u: np.clip(u, -300, 300) * _sech2(np.clip(u, -300, 300)),
-    "logcosh": _logcosh,
+    "sech2": lambda u: np.cosh(u) ** -2.0,
+    "tsech2": lambda u: u * np.cosh(u) ** -2.0,
+    "logcosh": lambda u: np.where(
+        np.abs(u) < 1, np.log1p(2 * np.sinh(u / 2) ** 2), np.logaddexp(u, -u) - np.log(2)
+    ),
     "asinh": np.arcsinh,
     "atan": np.arctan,
-    "tan": np.tan,
     "erfc": special.erfc,
     "ndtr": special.ndtr,
-    "exponential": np.exp,
-    "exp_full": np.exp,
-    "exp_half": np.exp,
     "sigmoid": special.expit,
-    "tanh_softplus": _tanh_softplus,
+    "tanh_softplus": lambda u: np.tanh(np.logaddexp(u, 0)),
     "hypot1": lambda u: np.hypot(u, 1),
     "isru": lambda u: u / np.hypot(u, 1),
     "squareplus": lambda u: np.where(u > 0, (u + np.hypot(u, 2)) / 2, 2 / (np.hypot(u, 2) - u)),
     "softsign": lambda u: u / (1 + np.abs(u)),
 }
-# Where a function is compared, if not at every float32.
 for _name in ("expm1", "ndtr", "sech2", "sigmoid", "softplus", "tanh", "tanh_softplus"):
     FLOAT64[f"{_name}_half"] = FLOAT64[_name]
+# Where a function is compared, if not at every float32.
 DOMAIN: dict[str, tuple[float, float]] = {
     "log1p": (-1 + 2**-24, np.inf),
     "tan": (-1e4, 1e4),
@@ -292,11 +211,7 @@ def function_points(name: str, kind: type = np.float32) -> Array:
 
 
 def worst(actual: Array, true: Array, kind: type = np.float32, slack: Array | float = 0.0) -> tuple[float, int]:
-    """Return the largest error in units in the last place, and where it is.
-
-    `slack` ulp are passed at each point, and absolute errors of the smallest normal number. Infinity is as good
-    as a number that the type does not have.
-    """
+    """Return the largest error in ulp, beyond `slack` and the smallest normal number, and where it is."""
     info = np.finfo(kind)
     with np.errstate(all="ignore"):
         ulp = np.spacing(np.maximum(np.abs(true), info.tiny).astype(kind)).astype(np.float64)
