@@ -1,4 +1,4 @@
-"""For tests of generated activations: PyTorch's own, numbers and layouts, and what every kind has to tell."""
+"""For tests of generated activations: PyTorch's own, numbers and layouts, and what each kind has to define."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
@@ -45,37 +45,22 @@ def _squareplus(x: torch.Tensor) -> torch.Tensor:
 
 # PyTorch's own, written out here: the catalog is under test.
 BASELINE: dict[str, Any] = {
-    "celu": F.celu,
-    "elu": F.elu,
+    **{name: getattr(F, name) for name in ("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish")},
+    **{name: getattr(F, name) for name in ("hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6")},
+    **{name: getattr(F, name) for name in ("selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink")},
     "exp": torch.exp,
-    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "hardshrink": F.hardshrink,
-    "hardsigmoid": F.hardsigmoid,
-    "hardswish": F.hardswish,
-    "hardtanh": F.hardtanh,
     "identity": torch.clone,
-    "leaky_relu": F.leaky_relu,
-    "logsigmoid": F.logsigmoid,
-    "mish": F.mish,
     # PyTorch has none; rounded once
     "quick_gelu": lambda x: (wide(x) * torch.sigmoid(1.702 * wide(x))).to(x.dtype),
-    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
-    "relu6": F.relu6,
-    "selu": F.selu,
     # the next, and two below, PyTorch does not have either; rounded once
     "serf": lambda x: (wide(x) * torch.erf(F.softplus(wide(x)))).to(x.dtype),
     "sigmoid": torch.sigmoid,
-    "silu": F.silu,
     "snake": lambda x: (wide(x) + torch.sin(wide(x)).square()).to(x.dtype),
-    "softplus": F.softplus,
-    "softshrink": F.softshrink,
-    "softsign": F.softsign,
     # (x + √(x² + 4))/2, written so that nothing cancels for x < 0
     "squareplus": lambda x: _squareplus(wide(x)).to(x.dtype),
     "tanh": torch.tanh,
-    "tanhshrink": F.tanhshrink,
     "threshold": lambda x: F.threshold(x, 1.0, 0.0),
 }
 
@@ -183,6 +168,10 @@ class Generated(ABC):
 
     saves_output: ClassVar[bool]
 
+    @classmethod
+    def of(cls, fit: AnyFit, **more: Any) -> Self:
+        return cls(fit.name, json.loads(fit.to_json()), load(fit), **more)
+
     @property
     def plain(self) -> str:
         return self.fit["activation"]["name"]
@@ -209,9 +198,7 @@ class Generated(ABC):
         return BASELINE[self.plain] if self.own is None else registry.find(self.key).value
 
     def baseline_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        leaf = x.detach().clone().requires_grad_()
-        (dx,) = torch.autograd.grad(self.baseline(leaf), leaf, dy)
-        return dx
+        return run(self.baseline, x, dy)[1]
 
     def saved(self, y: torch.Tensor) -> list[int]:
         """The bytes of each storage saved for backward: the output where it is needed, whole tiles of codes."""
@@ -261,6 +248,6 @@ def load(fit: AnyFit) -> ModuleType:
 
 
 def each_of(ones: Callable[[], Sequence[Generated]], only: set[str] | None = None) -> pytest.MarkDecorator:
-    """Parametrise `one` by activations; those not in `only` run in the full product alone."""
+    """Parametrise `case` by activations; those not in `only` run in the full product alone."""
     rows = full(ones(), lambda each: only is None or each.name in only)
     return pytest.mark.parametrize("case", rows, ids=lambda each: each.name)

@@ -1,9 +1,5 @@
-"""What tests of inverted activations share: the shipped ones, true derivatives, approximants of the plain JSON.
+"""Inverted activations: the shipped ones, and approximants of the plain JSON by NumPy alone, in float64."""
 
-Derivatives and approximants are written out here with NumPy and SciPy, in float64: nothing of fitact takes part.
-"""
-
-import json
 import warnings
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,22 +16,21 @@ from fitact.fitter.methods import inverted
 from fitact.fitter.records.fit import InvertedFit
 from fitact.fitter.records.reading import from_json
 from tests.support.curves import CURVES
-from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, load, patterns
+from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, patterns
 from tests.support.shared import shared
 
 # What roundings of float32 make of f′ at most in shipped modules: in half precision half of what that of dx does.
 LOST = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1.5e-5, torch.float64: 1e-12}
 
 
-def _radical(d: np.ndarray, order: int, side: int) -> np.ndarray:
-    d = np.maximum(side * d, 0) if side else d
-    return np.sign(d) * np.abs(d) ** (1 / order)
-
-
 def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return p/q, and how large the terms are that make it up, to which roundings are relative."""
     terms = approximant["numerator"], approximant["denominator"]
-    radicals = [r["sign"] * _radical(y - r["anchor"], r["order"], r["side"]) for r in approximant["radicals"]]
+    radicals = []
+    for radical in approximant["radicals"]:
+        d = y - radical["anchor"]
+        d = np.maximum(radical["side"] * d, 0) if radical["side"] else d
+        radicals.append(radical["sign"] * np.sign(d) * np.abs(d) ** (1 / radical["order"]))
     low, high = approximant["low"], approximant["high"]
     t = np.clip(sum(radicals), low, high)
     p, q = (polyval(t, coefficients) for coefficients in terms)
@@ -93,17 +88,8 @@ class Inverse(Generated):
         none = torch.zeros(at.shape, dtype=torch.long)
         return sum(((at > border).long() for border in self.fit["borders"][_name(dtype)]), none)
 
-    def approximant(self, y: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-        """What stands for f′ at each output, by the definition, float64."""
-        return self._evaluated(y, code)[0]
-
-    def lost(self, y: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-        """What roundings may make of it: a few units of the largest terms, and no more than fits the dtype."""
-        actual, lost = self._evaluated(y, code)
-        most = self.error(y.dtype) if self.own else LOST[y.dtype]
-        return torch.minimum(lost, most * actual.abs().clamp(min=1))
-
-    def _evaluated(self, y: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def derivative(self, y: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The approximant of f′ at each output, and what roundings of its largest terms may change, float64."""
         unit = 2.0**-53 if y.dtype == torch.float64 else 2.0**-24
         at, actual, lost = y.detach().double().numpy(), np.full(y.shape, np.nan), np.zeros(y.shape)
         for c, approximant in enumerate(self.fit["approximants"][_name(y.dtype)]):
@@ -115,7 +101,8 @@ class Inverse(Generated):
                 kind = np.float64 if y.dtype == torch.float64 else np.float32
                 actual[own] = paper(approximant, at[own], float(kind(approximant["anchor"])))
                 lost[own] = 64 * unit
-        return torch.from_numpy(actual), torch.from_numpy(lost)
+        most = (self.error(y.dtype) if self.own else LOST[y.dtype]) * np.maximum(np.abs(actual), 1)
+        return torch.from_numpy(actual), torch.from_numpy(np.minimum(lost, most, out=lost))
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """A sample is dense at the minimum, with subnormals and huge numbers."""
@@ -131,9 +118,9 @@ class Inverse(Generated):
 
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
         """dx is dy times the approximant of that very y, up to roundings, and NaN where y is."""
-        code = self.code(x, y.dtype)
-        expected = dy.double() * self.approximant(y, code)
-        allowed = dy.double().abs() * self.lost(y, code)
+        derivative, lost = self.derivative(y, self.code(x, y.dtype))
+        expected = dy.double() * derivative
+        allowed = dy.double().abs() * lost
         allowed += half_ulp(expected.abs() + allowed, dx.dtype)
         wrong = (dx.double() - expected).abs() > allowed
         wrong &= ~(dx.isinf() & (expected.abs() + allowed).to(dx.dtype).isinf())
@@ -173,8 +160,7 @@ def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | Non
 
 @cache
 def made(text: str, domain: tuple[float, float] | None) -> Inverse:
-    fit = fitted(text, None, domain)
-    return Inverse(fit.name, json.loads(fit.to_json()), load(fit))
+    return Inverse.of(fitted(text, None, domain))
 
 
 # A quotient of one bit, one of two with constants, the paper's approximants.

@@ -1,6 +1,5 @@
 """All shipped activations, some of every kind, including formulas of users, and all that the two ops compute."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +14,7 @@ from fitact.fitter.methods import fewbit, output
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
 from tests.support.gates import FITS, gate_module
-from tests.support.generated import Generated, each_of, load, sizes
+from tests.support.generated import Generated, each_of, sizes
 from tests.support.inverses import inverses, made
 from tests.support.learned import CASES, learned_module, numbers_of
 from tests.support.outputs import Output, outputs
@@ -28,17 +27,13 @@ def every() -> list[Generated]:
     return [*shipped(), *inverses(), *outputs()]
 
 
-def own_fewbit() -> Generated:
-    fit = fewbit.fit(Activation.of("x*exp(-x**2)"), 2, "own_fewbit")
-    return Shipped(fit.name, json.loads(fit.to_json()), load(fit))
-
-
-def own_output() -> Generated:
-    fit = output.fit(Activation.of("asinh(x)"), "own_output", "1/cosh(y)")
-    return Output(fit.name, json.loads(fit.to_json()), load(fit), closed="1/cosh(y)")
-
-
-OWN = {"own_fewbit": own_fewbit, "own_output": own_output, "own_inverted": lambda: made("softplus(x)", None)}
+OWN: dict[str, Callable[[], Generated]] = {
+    "own_fewbit": lambda: Shipped.of(fewbit.fit(Activation.of("x*exp(-x**2)"), 2, "own_fewbit")),
+    "own_output": lambda: Output.of(
+        output.fit(Activation.of("asinh(x)"), "own_output", "1/cosh(y)"), closed="1/cosh(y)"
+    ),
+    "own_inverted": lambda: made("softplus(x)", None),
+}
 # Nothing saved but codes, or the output alone, or both.
 QUICK = ("gelu_fewbit3", "tanh_output", "gelu_inverted1")
 USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_output")
@@ -50,7 +45,7 @@ def kind(name: str) -> Generated:
 
 
 def kinds(*quick: str) -> pytest.MarkDecorator:
-    """Parametrise the fixture `one` by each kind; all but the quick ones run in the full product alone."""
+    """Parametrise the fixture `case` by each kind; all but the quick ones run in the full product alone."""
     return pytest.mark.parametrize("case", full(USUAL, quick), indirect=True)
 
 

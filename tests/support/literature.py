@@ -1,13 +1,5 @@
 """Activations from the literature that the catalog does not have, as a user writes them."""
 
-from typing import NamedTuple
-
-
-class Entry(NamedTuple):
-    name: str
-    text: str
-
-
 # name | formula | source; without one it is a textbook form, or a variant of the last
 TABLE = """
 squareplus | (x + sqrt(x**2 + 4))/2 | Barron, 2021
@@ -102,4 +94,4 @@ hard_swish_of_relu6 | x*relu6(x + 3)/6 | Howard et al., 2019
 ncu | x - x**3 | Noel et al., 2021
 squ | x**2 + x |
 """
-LITERATURE = tuple(Entry(*map(str.strip, row.split(" |")[:2])) for row in TABLE.strip().splitlines())
+LITERATURE = dict(map(str.strip, row.split(" |")[:2]) for row in TABLE.strip().splitlines())

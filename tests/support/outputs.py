@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.generated import Generated, each_of, fits, half_ulp, same
+from tests.support.steps import PIECEWISE_LINEAR
 
 SELU = "1.0507009873554804934193349852946"
 SELU_ALPHA = "1.6732632423543772848170429916717"
@@ -32,8 +33,6 @@ CLOSED: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "squareplus": ("(x + sqrt(x*x + 4))/2", "1/(1 + y**-2)", ()),
     "tanh": ("tanh(x)", "1 - y**2", ()),
 }
-# constant between corners, so that PyTorch's own gradient is the reference at every float
-LINEAR = ("hardtanh", "leaky_relu", "relu", "relu6")
 
 
 def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
@@ -62,10 +61,7 @@ class Output(Generated):
         return actual
 
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
-        """dy · g(y) in float64, up to roundings of float32 (of float64 for float64) and the last one.
-
-        Where g is constant between corners, PyTorch's own gradient bit for bit.
-        """
+        """dy · g(y) up to roundings; where g is constant between corners, PyTorch's own gradient bit for bit."""
         derivative = self.derivative(y)
         expected = dy.double() * derivative
         unit = 2.0**-52 if y.dtype == torch.float64 else 2.0**-24
@@ -75,7 +71,7 @@ class Output(Generated):
         known = expected.to(dx.dtype).isfinite() & expected.isfinite()
         assert bool(((dx.double() - expected).abs() <= allowed)[known].all())
         assert same(dx[~known], expected.to(dx.dtype)[~known])
-        if self.own is None and self.plain in LINEAR and x.dtype == y.dtype:
+        if self.own is None and self.plain in PIECEWISE_LINEAR and x.dtype == y.dtype:
             assert bool((dx == self.baseline_gradient(x, dy))[~x.isnan()].all())
 
 

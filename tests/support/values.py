@@ -78,7 +78,7 @@ class Formula:
 CANCELS = {"tanhshrink": (PROMISED, LOST)}  # by design: PyTorch's own cancels as much
 # The catalog's formulas as a user would write them: PyTorch's own function does not stand in for them.
 FORMULAS = (
-    *(Formula(entry.name, entry.text) for entry in LITERATURE),
+    *(Formula(*item) for item in LITERATURE.items()),
     *(
         Formula(name, entry.filled(entry.expression, {}), *CANCELS.get(name, ()))
         for name, entry in CATALOG.items()
