@@ -30,16 +30,12 @@ gc.set_threshold(50_000, 10, 10)
 collect_ignore = [] if INTERPRETED else ["interpreted"]
 
 
-def _collections() -> int:
-    return int(gc.get_stats()[2]["collections"])
-
-
 def _settle() -> None:
     """Keep the garbage collector off all that lives now: a pass over it takes a second, and tests make many."""
     global _settled
     gc.collect()
     gc.freeze()
-    _settled = _collections()
+    _settled = gc.get_stats()[2]["collections"]
 
 
 _settled = 0
@@ -57,7 +53,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Settle after the last test of a file, and after one that made a pass over all: the next one may, too."""
-    if nextitem is not None and (nextitem.path != item.path or _collections() != _settled):
+    if nextitem is not None and (nextitem.path != item.path or gc.get_stats()[2]["collections"] != _settled):
         _settle()
 
 

@@ -1,7 +1,5 @@
 """Each test compiles anew."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What is stored in which bits, how far gradients are off, and the codes that graphs call, without kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Codes under the compiler with what training adds: checkpoints, scaled losses, converted models, processes."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

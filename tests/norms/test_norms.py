@@ -18,7 +18,7 @@ from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
 from fitact.runtime.norms.merge import merge_norm
-from tests.support.blocks import read_by
+from tests.support.built import built
 from tests.support.generated import EACH_DTYPE, EACH_HALF, backward_op, forward_op, sizes
 from tests.support.rows import full
 
@@ -235,9 +235,10 @@ def test_the_same_function_from_fewer_bytes(kind: str, bias: bool) -> None:
     norm = NORMS[kind](SIZE)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
-    baseline = read_by(norm, *(nn.Linear(SIZE, 8, bias) for _ in range(2)))
+    layers = {name: nn.Linear(SIZE, 8, bias) for name in ("a", "b")}
+    baseline = built(lambda m, x: torch.cat([m.a(z := m.norm(x)), m.b(z)], -1), norm=norm, **layers)
     model = copy.deepcopy(baseline)
-    model.norm = merge_norm(model.norm, list(model.layers))
+    model.norm = merge_norm(model.norm, [model.a, model.b])
     assert type(model.norm) is (MSLayerNorm if kind == "LayerNorm" else MSRMSNorm)
     x = torch.randn(6, SIZE, requires_grad=True)
     results = []

@@ -64,6 +64,9 @@ class Squared(nn.Sequential):
         return super().forward(x).float().square().mean()
 
 
+GIVEN: dict[str, Any] = {"optimizer": "none", "device": CPU}
+
+
 def stack() -> tuple[Any, Tensor]:
     """Return two runs of blocks of different widths, with a layer between them."""
     torch.manual_seed(0)
@@ -86,9 +89,6 @@ def results(model: nn.Module, inputs: Inputs, autocast: torch.dtype | None = Non
     actual = [step(model, inputs, autocast), *(each.grad for each in model.parameters())]
     model.zero_grad(set_to_none=True)
     return actual
-
-
-GIVEN: dict[str, Any] = {"optimizer": "none", "device": CPU}
 
 
 def halfway(planner: Planner, error: str, share: float = 0.5) -> Plan:
@@ -151,8 +151,7 @@ def test_an_applied_plan_peaks_at_what_it_said(number: int) -> None:
 
 @pytest.mark.parametrize(("error", "share"), [("exact", 0.5), *((error, 1e-3) for error in ERRORS)])
 def test_an_applied_plan_of_two_widths(error: str, share: float) -> None:
-    model, x = stack()
-    plan = check_applied(model, Inputs((x,)), planner(), error, share)
+    plan = check_applied(stack()[0], Inputs((stack()[1],)), planner(), error, share)
     assert {POLICIES[group.policy].error for group in plan.groups} <= {*ERRORS[: ERRORS.index(error) + 1]}
 
 

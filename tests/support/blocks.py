@@ -13,16 +13,6 @@ from .built import built
 WIDE = 48
 
 
-def read_by(norm: nn.Module, *layers: nn.Module) -> nn.Module:
-    """Return a norm that layers read."""
-
-    def call(m: Any, x: Tensor) -> Tensor:
-        z = m.norm(x)
-        return torch.cat([layer(z) for layer in m.layers], -1)
-
-    return built(call, norm=norm, layers=nn.ModuleList(layers))
-
-
 class MLP(nn.Module):
     def __init__(self, act: Callable[[], nn.Module] = nn.GELU, p: float = 0.0, bias: bool = True) -> None:
         super().__init__()

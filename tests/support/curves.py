@@ -26,10 +26,7 @@ class Curve:
     minimum: float = math.nan
 
     def lost(self, x: np.ndarray, y: np.ndarray) -> float:
-        """How far off the true f′ may be that outputs y near the minimum stand for, as they are off by some δ.
-
-        Where f is c + f″/2·d² at the distance d from its minimum, f′ is √(2f″(y − c)), which δ changes by √(2f″δ).
-        """
+        """How far off f′ of rounded y near the minimum c may be: δ changes √(2f″(y − c)) by √(2f″δ)."""
         near = np.abs(x - self.minimum) <= 0.01
         off = np.abs(y - self.value(x))[near].max()
         distance = np.array([-1e-4, 1e-4])

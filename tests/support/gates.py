@@ -53,10 +53,7 @@ def special(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def near(each: torch.Tensor, other: torch.Tensor, reach: torch.Tensor) -> None:
-    """Up to three roundings apart, at numbers that are not subnormal; and special where the other is.
-
-    Where a derivative has a root, what is added up cancels: a millionth of `reach` is allowed too.
-    """
+    """Three roundings apart, or a millionth of `reach`, as terms cancel near a root; special where other is."""
     if not other.numel():  # not wanted, or nothing there
         assert not each.numel()
         return

@@ -222,8 +222,8 @@ class Generated(ABC):
 @cache
 def fits() -> dict[str, Any]:
     folder = files("fitact.generated") / "fits"
-    texts = {path.name.removesuffix(".json"): path.read_text() for path in folder.iterdir()}
-    return {name: json.loads(texts[name]) for name in sorted(texts)}
+    paths = sorted(folder.iterdir(), key=lambda path: path.name)
+    return {path.name.removesuffix(".json"): json.loads(path.read_text()) for path in paths}
 
 
 def made_up(function: str, name: str = "some_fit", bits: int = 1, *, even: bool = False) -> StepFit:

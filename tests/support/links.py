@@ -10,34 +10,20 @@ from torch import Tensor
 
 
 class Copy(NamedTuple):
-    """A copy, which does not keep its ends alive."""
-
     name: str  # "to host" or "to device"
-    done: float  # when
+    done: float
     into: Callable[[], Tensor | None]
     of: Callable[[], Tensor | None]
 
 
 class SimulatedLink:
-    """Copies bytes one after another, so many a second; the bytes of a copy that is not done yet are of NaN.
-
-    A copy reads its source when it is done: what was changed meanwhile is wrong, as it may be on a GPU. What is
-    computed takes no time but that of `compute`.
-
-    Attributes:
-        now: the time.
-        stalls: how long what is computed has waited for copies.
-        log: the copies that were asked for, as names and bytes.
-        violations: memory that was freed while a copy still wrote it, or read it for one that lives.
-        most: the most bytes that were on the host.
-        back: the most memories that had come back to the device.
-
-    """
+    """Copies bytes one after another; a copy is NaN until it is done, and reads its source then, as a GPU may."""
 
     def __init__(self, bandwidth: float) -> None:
-        self.bandwidth, self.now, self.stalls, self.most, self.back = bandwidth, 0.0, 0.0, 0, 0
-        self.log: list[tuple[str, int]] = []
-        self.violations: list[str] = []
+        self.bandwidth, self.now, self.stalls = bandwidth, 0.0, 0.0  # seconds that computing waited for copies
+        self.most, self.back = 0, 0  # bytes on the host, and memories that came back to the device
+        self.log: list[tuple[str, int]] = []  # names and bytes of copies
+        self.violations: list[str] = []  # memory freed while a copy wrote it, or read it
         self._free = 0.0
         self._running: deque[Copy] = deque()
         self._there: dict[str, list[Callable[[], Tensor | None]]] = {"to host": [], "to device": []}

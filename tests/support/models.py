@@ -95,12 +95,10 @@ def batch_of(name: str, seed: int = 0, size: int = 4, seq: int = 32) -> dict[str
     """Return inputs whose labels can be learned."""
     generator = torch.Generator().manual_seed(seed)
     if name in TIMM or name == "vit":
-        side = 32
         labels = torch.randint(2, (size,), generator=generator)
-        images = torch.randn(size, 3, side, side, generator=generator) + labels[:, None, None, None]
+        images = torch.randn(size, 3, 32, 32, generator=generator) + labels[:, None, None, None]
         return {"x": images} if name in TIMM else {"pixel_values": images, "labels": labels}
-    ids = torch.randint(2, 12, (size, seq), generator=generator)
-    ids = ids.sort(1).values  # so that a word tells of the next
+    ids = torch.randint(2, 12, (size, seq), generator=generator).sort(1).values  # a word says much of the next
     return {"input_ids": ids, "labels": ids}
 
 

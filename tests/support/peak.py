@@ -19,11 +19,7 @@ class _Unlisted(WeakIdKeyDictionary):
 
 
 def peak_memory(step: Callable[[], object], *models: nn.Module) -> Counter[str]:
-    """Run a step under PyTorch's own memory tracker, beside models that exist already.
-
-    Returns the bytes at the peak: `parameters`, `buffers`, `other` and their `total`. It needs no GPU, and no
-    memory if the tensors are fake.
-    """
+    """Return a step's `parameters`, `buffers`, `other` and `total` bytes at its peak, models included."""
     tracker, nothing = MemTracker(), RemovableHandle(OrderedDict())
     for parameter in (each for model in models for each in model.parameters() if not each.requires_grad):
         # the tracker hooks parameters without a handle, and fails on these

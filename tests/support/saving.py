@@ -115,10 +115,7 @@ def agree(
     autocast: torch.dtype | None = None,
     raises: str = "none",
 ) -> tuple[Any, Any]:
-    """Let a model and its copy that saves less do the same, to the last bit, and return both.
-
-    `raises`: `"none"` may; `"both"`, or neither; `"copy"`: it alone may, too.
-    """
+    """Compare a model with its copy that saves less, to the last bit; `"copy"`: the copy alone may raise."""
     models = pair(make, dtype)
     with cast(autocast):
         expected, actual = (observed(model, step, x.to(dtype), seed=0) for model in models)
@@ -150,11 +147,7 @@ def both_ways(
     most: float = 0.0,
     **given: Any,
 ) -> list[int]:
-    """Compare output, gradients and a random number that follows with those in the context.
-
-    Gradients are those of the inputs, and of a module's parameters; `most` is how far they may be `off`. Returns
-    the bytes that are saved without the context and in it, which hooks count; it runs without hooks, too.
-    """
+    """Compare output, gradients and random state outside of the context and in it; return the saved bytes."""
     modules = [compute] if isinstance(compute, nn.Module) else []
     leaves = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
     wanted, results, sizes = [leaf for leaf in leaves if leaf.requires_grad], [], []
