@@ -139,7 +139,6 @@ def peak(step: Callable[[], object]) -> int:
     """The most bytes of the CPU's allocator during a step, as PyTorch's profiler sees it allocate and free."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
@@ -207,7 +206,6 @@ def test_not_finite() -> None:
     y = run_graphs(model, fitact.compile_options(), 0.9)(x.requires_grad_())
     assert not y[:2].isfinite().any()
     y[2:].float().square().sum().backward()
-    assert x.grad is not None
     assert x.grad[2:].isfinite().all()
 
 

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -58,10 +57,7 @@ def check(kind: str, x: Tensor, shape: tuple[int, ...], eps: float = EPS) -> Non
 
 # Inputs, and the dimensions that are normalised.
 INPUTS: dict[str, tuple[Callable[[], Tensor], int]] = {
-    **{
-        f"{columns} columns": (partial(lambda columns: torch.randn(5, 3, columns) * 2 + 0.3, columns), 1)
-        for columns in (1, 7, 768, 4096, 10_000)
-    },
+    **{f"{n} columns": (lambda n=n: torch.randn(5, 3, n) * 2 + 0.3, 1) for n in (1, 7, 768, 4096, 10_000)},
     "small": (lambda: torch.randn(6, 100) * 1e-3, 1),
     "large": (lambda: torch.randn(6, 100) * 1e4, 1),
     "two dimensions of four": (lambda: torch.randn(4, 3, 5, 7), 2),

@@ -36,7 +36,6 @@ def made() -> tuple[nn.Module, Tensor]:
     return Squared(*(Block(32) for _ in range(16))), torch.randn(16, 64, 32)
 
 
-LINK = CPU.link or 0.0
 PLAIN = {"exact, offloaded": "exact", "rounding, offloaded": "rounding", MOVED.name: FULL.name}
 
 
@@ -81,7 +80,7 @@ def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPat
         actual = results(model, inputs)
     assert error != "exact" or not differences(actual, expected)
     meter = Meter(owned := [*model.parameters()], CPU)
-    monkeypatch.setitem(offload.LINKS, HOST, MeteredLink(meter, LINK))
+    monkeypatch.setitem(offload.LINKS, HOST, MeteredLink(meter, CPU.link))
     with meter:
         step(model, inputs)
     model.zero_grad(set_to_none=True)

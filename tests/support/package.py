@@ -11,7 +11,6 @@ from typing import Any
 def load(path: Path, name: str) -> Any:
     """Import a file, or the folder of a module, under a name, where compilers and pickles look for it."""
     spec = importlib.util.spec_from_file_location(name, path / "__init__.py" if path.is_dir() else path)
-    assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -31,5 +30,4 @@ def modules() -> dict[str, Path]:
 
 def _spec(module: str) -> tuple[str, list[str]]:
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
     return spec.origin, list(spec.submodule_search_locations or ())
