@@ -52,38 +52,27 @@ class Holds(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
-MODULES = dict(
-    row.split(": ")
-    for row in listed("""
-    CELU: celu_fewbit3  ELU: elu_fewbit3  GELU: gelu_fewbit3  Hardshrink: hardshrink_fewbit1
-    Hardsigmoid: hardsigmoid_fewbit1  Hardswish: hardswish_fewbit3  Hardtanh: hardtanh_fewbit1
-    LeakyReLU: leaky_relu_fewbit1  LogSigmoid: logsigmoid_fewbit3  Mish: mish_fewbit3  ReLU: relu_fewbit1
-    ReLU6: relu6_fewbit2  SELU: selu_fewbit3  SiLU: silu_fewbit3  Sigmoid: sigmoid_fewbit3
-    Softplus: softplus_fewbit3  Softshrink: softshrink_fewbit1  Softsign: softsign_fewbit3
-    Tanh: tanh_fewbit3  Tanhshrink: tanhshrink_fewbit3
-    """)
-)
-OVERWRITING = ("Hardswish", "Hardsigmoid", "Hardtanh", "Mish", "ReLU6", "SiLU")
-PLAIN: list[tuple[Any, str]] = [
-    *((getattr(nn, kind)(), name) for kind, name in MODULES.items()),
-    (nn.GELU(approximate="tanh"), "gelu_tanh_fewbit3"),
-    (nn.Threshold(1.0, 0.0), "threshold_fewbit1"),
-    *((getattr(F, name), f"{name}_fewbit3") for name in ("gelu", "silu", "tanh", "mish", "softplus")),
-    *((function, "relu_fewbit1") for function in (F.relu, torch.relu, torch.Tensor.relu)),
-    (torch.sigmoid, "sigmoid_fewbit3"),
-    (partial(F.gelu, approximate="tanh"), "gelu_tanh_fewbit3"),
+MODULES = """
+    CELU  ELU  GELU  Hardshrink  Hardsigmoid  Hardswish  Hardtanh  LeakyReLU  LogSigmoid  Mish  ReLU  ReLU6  SELU
+    SiLU  Sigmoid  Softplus  Softshrink  Softsign  Tanh  Tanhshrink
+"""
+PLAIN: list[Any] = [
+    *(getattr(nn, kind)() for kind in listed(MODULES)),
+    *(nn.GELU(approximate="tanh"), nn.Threshold(1.0, 0.0)),
+    *(F.gelu, F.silu, F.tanh, F.mish, F.softplus, F.relu, torch.relu, torch.Tensor.relu, torch.sigmoid),
+    partial(F.gelu, approximate="tanh"),
 ]
 OF_TIMM = ("GELU", "GELUTanh", "HardSigmoid", "HardSwish", "Mish", "QuickGELU", "Sigmoid", "Swish", "Tanh")
 REASONS = dict.fromkeys(("gelu_10", "laplace", "sqrtsoftplus", "linear"), "nothing is shipped for it")
 REASONS |= dict.fromkeys(("prelu", "xielu"), "its parameters are learned")
 
 
-def check_replaced(activation: Any, name: str | None = None) -> tuple[Tensor, Tensor]:
+def check_replaced(activation: Any) -> tuple[Tensor, Tensor]:
     """Convert a model, and return its output before and after; all else is as it was, in the end too."""
-    model, x = Holds(activation), 3 * torch.randn(50, 16)
+    model, x = Holds(activation), 10 * torch.randn(50, 16)
     baseline, state, paths = model(x), [*model.state_dict()], [path for path, _ in model.named_modules()]
     (site,) = fitact.convert(model, "fewbit")
-    assert site.name == "act" and site.after and name in (None, site.after)
+    assert site.name == "act" and site.after
     assert not isinstance(activation, nn.Module) or site.before == type(activation).__name__
     actual = model(x)
     assert [*model.state_dict()] == state
@@ -93,9 +82,9 @@ def check_replaced(activation: Any, name: str | None = None) -> tuple[Tensor, Te
     return baseline, actual
 
 
-@pytest.mark.parametrize(("activation", "name"), PLAIN, ids=[f"{i}-{name}" for i, (_, name) in enumerate(PLAIN)])
-def test_modules_and_functions_of_pytorch(activation: Any, name: str) -> None:
-    assert torch.equal(*check_replaced(activation, name))
+@pytest.mark.parametrize("activation", PLAIN, ids=str)
+def test_modules_and_functions_of_pytorch(activation: Any) -> None:
+    assert torch.equal(*check_replaced(activation))
 
 
 def test_activations_of_libraries() -> None:
@@ -186,32 +175,30 @@ def test_one_module_at_several_places() -> None:
     assert model[1] is model[3] is act
 
 
-IN_PLACE: list[tuple[nn.Module, str | None]] = [
-    *((getattr(nn, kind)(inplace=True), f"{MODULES[kind]}, in place") for kind in OVERWRITING),
-    (nn.Threshold(1.0, 0.0, inplace=True), "threshold_fewbit1, in place"),
-    *((kind(inplace=True), None) for kind in (nn.CELU, nn.ELU, nn.LeakyReLU, nn.ReLU, nn.SELU)),
-]
+OVERWRITING = (nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Mish, nn.ReLU6, nn.SiLU)
+OVERWRITING += (partial(nn.Threshold, 1.0, 0.0),)
 
 
-@pytest.mark.parametrize(("activation", "name"), IN_PLACE, ids=[type(each).__name__ for each, _ in IN_PLACE])
-def test_in_place(activation: nn.Module, name: str | None) -> None:
+@pytest.mark.parametrize("kind", [*OVERWRITING, nn.CELU, nn.ELU, nn.LeakyReLU, nn.ReLU, nn.SELU])
+def test_in_place(kind: Callable[..., nn.Module]) -> None:
     """Those that save a copy of their input are replaced, and still overwrite it; others save their output."""
+    replaced, activation = kind in OVERWRITING, kind(inplace=True)
     holder, start = nn.Sequential(activation), torch.randn(5000, requires_grad=True)
     again = start * 1
     with count_saved() as saved:
         y = holder(start * 1)
-    assert (y.untyped_storage()._cdata in saved.storages) == (name is None)
+    assert (y.untyped_storage()._cdata in saved.storages) != replaced
     (site,) = fitact.convert(holder, "fewbit")
-    assert site.after == name and ("in place" in site.reason) == (name is None)
+    assert bool(site.after) == replaced == ("in place" not in site.reason)
     with count_saved() as less:
         result = holder(again)
     assert result.data_ptr() == again.data_ptr() and torch.equal(result, y)
-    if name is not None:
+    if replaced:
         assert less.bytes < saved.bytes / 4
-        plain = fitact.activation(name.removesuffix(", in place"))
+        plain = fitact.activation(site.after.removesuffix(", in place"))
         gradients = (torch.autograd.grad(z.sum(), start)[0] for z in (result, plain(start)))
         assert torch.equal(*gradients)
-        assert fitact.convert(holder, "fewbit").sites[0].reason == f"already {name}"
+        assert fitact.convert(holder, "fewbit").sites[0].reason == f"already {site.after}"
     fitact.revert(holder)
     assert holder[0] is activation
 
@@ -302,14 +289,10 @@ OWN: dict[str, tuple[nn.Module, str | None]] = {
     "gelu_tanh": (of_ones_own(gelu_by_hand, scale=1.0, name="gelu", bias=None), "gelu_tanh_fewbit3"),
     "mish": (of_ones_own(lambda x: x * torch.tanh(F.softplus(x))), "mish_fewbit3"),
     "relu2": (of_ones_own(lambda x: torch.relu(x) ** 2), "relu2_fewbit3"),
-    "exp": (of_ones_own(torch.exp), None),  # with Few-Bit there is none
-    "another factor": (of_ones_own(lambda x: x * torch.sigmoid(1.01 * x)), None),
     "nearly": (of_ones_own(lambda x: F.gelu(x) + 1e-4), None),
     "a known name": (of_ones_own(lambda x: x * torch.sigmoid(2 * x), "Swish"), None),
     "far away": (of_ones_own(lambda x: F.silu(x.clamp(max=50))), None),
     "its gradient": (of_ones_own(lambda x: x + (F.gelu(x) - x).detach()), None),
-    "the identity": (of_ones_own(lambda x: x), None),
-    "a row": (of_ones_own(lambda x: x.softmax(-1)), None),
     "a part of a row": (of_ones_own(lambda x: torch.cat([F.gelu(x[..., :1]), x[..., 1:]], -1)), None),
     "chance": (of_ones_own(lambda x: F.dropout(F.gelu(x), 0.1)), None),
     "another dtype": (of_ones_own(lambda x: F.gelu(x.float())), None),
@@ -340,17 +323,6 @@ def test_modules_of_ones_own_without_memory() -> None:
         with context:
             model = nn.Sequential(nn.Linear(4, 4), of_ones_own(lambda x: x * torch.sigmoid(x)))
             assert sites(fitact.convert(model, "fewbit")) == {"1": "silu_fewbit3"}
-
-
-def experts() -> nn.Module:
-    """Return a module that computes a clamped SwiGLU in its forward."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, -1)
-        gate = gate.clamp(max=7.0)
-        return self.down((up + 1) * gate * torch.sigmoid(1.702 * gate))
-
-    return built(forward, up=nn.Linear(16, 128), down=nn.Linear(64, 16))
 
 
 def test_bits_and_classes_that_are_given() -> None:
@@ -389,22 +361,10 @@ def test_what_is_not_shipped_is_fitted_and_given(command: Command, method: str, 
     assert fitact.convert(model, "fewbit").sites[0].reason == f"already {name}"
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ({"include": "encoder.*"}, {"encoder.0.act", "encoder.1.act"}),
-        ({"include": ["encoder.0.*", "head"]}, {"encoder.0.act", "head"}),
-        ({"exclude": "head"}, {"encoder.0.act", "encoder.1.act"}),
-        ({"include": "*.act", "exclude": ("*.1.*",)}, {"encoder.0.act"}),
-    ],
-)
-def test_filters(given: dict[str, Any], names: set[str]) -> None:
-    model = nn.Module()
-    model.encoder, model.head = nn.Sequential(Holds(nn.GELU()), Holds(F.gelu)), nn.Tanh()
-    conversion = fitact.convert(model, "fewbit", **given)
-    assert {site.name for site in conversion.replaced} == names
-    assert len(conversion) == 3
-    assert {site.reason for site in conversion if site.after is None} <= {"not included", "excluded"}
+def test_filters() -> None:
+    model = nn.Sequential(nn.Sequential(Holds(nn.GELU()), Holds(F.gelu)), nn.Tanh())
+    actual = fitact.convert(model, "fewbit", include="*.act", exclude=("*.1.*",))
+    assert [site.reason for site in actual] == ["", "excluded", "not included"] and len(actual.replaced) == 1
 
 
 X = torch.zeros(2, 16)
@@ -412,7 +372,6 @@ CONTEXT: list[tuple[dict[str, Any], str]] = [
     ({"include": "a.*"}, "include 'a.*': no module has such a path; there are"),
     ({"method": "rebuild"}, "method 'rebuild': it is now error='exact', without a method"),
     ({"method": "auto"}, "method 'auto': it is now error='rounding', without a method"),
-    ({"error": "few-bit"}, "error: expected 'exact', 'rounding' or 'coarse', got 'few-bit'"),
     ({"bits": 9}, "bits: expected 3, 4, 5, 6 or 8, got 9"),
     ({"bits": {"gates": 8}}, "the kinds gate, activation, norm, batch_norm, linear or attention, got 'gates'"),
     ({"gradients": True}, "gradients=True runs the model: pass example_inputs"),
@@ -456,7 +415,7 @@ def test_wrong_input(given: dict[str, Any], message: str) -> None:
 def test_nothing_to_replace_or_to_save() -> None:
     # what looks like GELU if it is called with its input alone
     more = built(lambda self, x, scale=1.0: scale * F.gelu(x))
-    for model in (nn.Linear(2, 2), experts(), mlp(more)):
+    for model in (nn.Linear(2, 2), mlp(more)):
         report = fitact.convert(model, "fewbit")
         assert not report.sites and "no module holds an activation" in str(report)
     model = mlp(nn.GELU())
@@ -506,25 +465,11 @@ def test_copies(copies: Callable[[Any], Any]) -> None:
 GIVEN = [{"method": "fewbit"}, {"error": "exact"}, {"error": "rounding"}]  # each way of converting
 
 
-def looks(self: Any, x: Tensor) -> Tensor:
-    """Read a value, which fake tensors cannot do."""
-    y = self.layers(x)
-    assert y.sum().item() < 1e9
-    return y
-
-
-def addressed(self: Any, x: Tensor) -> Tensor:
-    """Use an address, as a model with a kernel of Triton of its own."""
-    y = self.layers(x)
-    assert y.data_ptr(), "no memory: a GPU would write to address 0"
-    return y
-
-
-RUNS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {  # a forward, and where its tensors are
-    "a value is read": (looks, nullcontext),
-    "an address is used": (addressed, nullcontext),
-    "on meta": (lambda self, x: self.layers(x), lambda: torch.device("meta")),
-    "fake": (lambda self, x: self.layers(x), FakeTensorMode),
+RUNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]] = {  # what is read, and where tensors are
+    "a value is read": (lambda x: x.sum().item() < 1e9, nullcontext),
+    "an address is used": (Tensor.data_ptr, nullcontext),  # as by a kernel of the model's own
+    "on meta": (lambda _: True, lambda: torch.device("meta")),
+    "fake": (lambda _: True, FakeTensorMode),
 }
 
 
@@ -532,11 +477,17 @@ RUNS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {  # a forwar
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_fake_and_real_runs_agree(given: dict[str, Any], run: str, recwarn: Any) -> None:
     """Also for models without memory. Kernels never get the address of a fake tensor."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        assert self.read(y)
+        return y
+
     reports = []
-    for forward, where in (RUNS["on meta"][0], nullcontext), RUNS[run]:
+    for read, where in (RUNS["on meta"][0], nullcontext), RUNS[run]:
         with where():
-            parts = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5)
-            model, x = built(forward, layers=nn.Sequential(*parts)), torch.randn(1000, 16)
+            layers = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5))
+            model, x = built(forward, layers=layers, read=read), torch.randn(1000, 16)
         reports.append(fitact.convert(model, **given, example_inputs=x))
     first, second = ((each.sites, each.saved_after, each.modules) for each in reports)
     assert first == second and reports[0].saved_after < reports[0].saved_before
@@ -681,12 +632,6 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
             assert (report.saved_before, report.saved_after) == (baseline, saved) and saved <= baseline
 
 
-def test_kinds_of_inputs() -> None:
-    for inputs in (X, (X,), [X], {"input": X}, lambda model: model(X)):
-        report = fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=inputs)
-        assert report.saved_before == 2 * (16 + 64 + 64) * 4
-
-
 def test_measured_as_it_trains() -> None:
     """A model in evaluation mode, as when it is loaded, has its dropout measured; one that is in part stays so."""
     model, x = consumer("dropout"), torch.randn(8, ROWS, 32)
@@ -740,7 +685,7 @@ def test_compiled(activation: Callable[[], Any], method: str) -> None:
     torch.testing.assert_close(traced, baseline)
     for got, expected in zip(*(torch.autograd.grad(y.sum(), x) for y in (traced, eager)), strict=True):
         torch.testing.assert_close(got, expected)
-    for inner in (experts(), torch.compile(experts(), backend="aot_eager")):
+    for inner in (nn.Linear(16, 16), torch.compile(nn.Linear(16, 16), backend="aot_eager")):
         inner.compile(backend="aot_eager")
         assert len(fitact.convert(nn.Sequential(model, inner), method, example_inputs=x)) == 1
     fitact.revert(compiled)
