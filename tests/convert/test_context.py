@@ -19,7 +19,7 @@ from fitact.runtime.choose.records import Gradient
 from fitact.runtime.measure import count_saved
 from fitact.runtime.saving.modules import Attached
 from tests.support.built import built
-from tests.support.saving import differences
+from tests.support.saving import differences, off
 
 WIDTH, HIDDEN = 32, 128
 X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -122,11 +122,6 @@ def step(model: nn.Module, x: Tensor = X, autocast: bool = False) -> tuple[int, 
     wanted = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
     gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
     return saved.bytes, [y.detach(), *(gradient for gradient in gradients if gradient is not None)]
-
-
-def off(actual: list[Tensor], expected: list[Tensor]) -> float:
-    a, b = (torch.cat([each.double().flatten() for each in some]) for some in (actual, expected))
-    return float((a - b).norm() / b.norm())
 
 
 def attached(model: nn.Module) -> list[str]:
@@ -315,8 +310,9 @@ def test_converting_again() -> None:
         assert reports[-1].saved_before == reports[0].saved_before
         assert reports[-1].saved_after == step(model)[0]
     assert reports[2] == reports[3]
-    fitact.convert(model, "fewbit", dry_run=True)
-    assert attached(model) == [""]
+    for given in ({"method": "fewbit"}, {"example_inputs": X}):
+        fitact.convert(model, **given, dry_run=True)
+        assert attached(model) == [""] and step(model)[0] == reports[-1].saved_after
     (site,) = fitact.revert(model)
     assert (site.name, site.before, site.after) == ("", "Model", "no context") and not fitact.revert(model).sites
     assert type(model) is Model and step(model)[0] == reports[0].saved_before

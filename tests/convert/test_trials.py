@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from tests.support.saving import differences, gradients
 
 X = torch.randn(4, 16)
 
@@ -108,23 +107,10 @@ def looks(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
 @pytest.mark.parametrize("how", CONVERSIONS)
 @pytest.mark.parametrize("mark", MARKS)
 def test_no_trace(mark: str, how: str) -> None:
-    """A model that has never run is restored, and then trains as one that was never converted."""
+    """A model that has never run is restored; where the gradient is compared, the model then trains as before."""
     model = Marked(MARKS[mark])
     before = looks((model, X, torch.get_rng_state()))
     CONVERSIONS[how](model)
     assert "dry run" not in how or looks((model, X, torch.get_rng_state())) == before
     fitact.revert(model)
     assert looks((model, X, torch.get_rng_state())) == before
-
-
-@pytest.mark.parametrize("mark", MARKS)
-def test_the_same_steps(mark: str) -> None:
-    model = Marked(MARKS[mark])
-    torch.manual_seed(0)
-    baseline = Marked(MARKS[mark])
-    fitact.convert(model, example_inputs=X)
-    for _ in range(2):
-        for each in (baseline, model):
-            torch.manual_seed(1)
-            each(X.clone()).square().sum().backward()
-        assert not differences(gradients(baseline), gradients(model))

@@ -144,12 +144,6 @@ def test_shapes(shape: str, dtype: torch.dtype) -> None:
             agree(MODELS[name], step, SHAPES[shape], dtype)
 
 
-def test_the_first_of_each_text() -> None:
-    x = torch.randn(4, 50, 16)
-    before, after = saving.saves(pair(partial(Read, lambda model, x, y: model.fc2(y[:, 0]))), x)
-    assert before - after == 3 * x.nbytes  # of the norm and of the activation
-
-
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("names", ["fc2.weight", "fc2.bias", "norm.bias", "fc1.weight fc1.bias norm.weight"])
 def test_frozen_parts(names: str, later: bool) -> None:
@@ -159,12 +153,6 @@ def test_frozen_parts(names: str, later: bool) -> None:
         return model
 
     agree(MLP if later else lambda: freeze(MLP()), lambda model, x: train(freeze(model), x))
-
-
-@pytest.mark.parametrize("act", [nn.PReLU, nn.RReLU, partial(nn.SiLU, inplace=True), nn.ReLU, nn.Tanh])
-def test_activations_that_are_more(act: Any) -> None:
-    agree(partial(MLP, act, 0.2))
-    agree(partial(blocks.Gate, act))
 
 
 def halved(x: Tensor) -> Tensor:
@@ -197,6 +185,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(F, name) for name in ("leaky_relu", "elu", "selu", "celu", "hardtanh", "relu6", "relu")},
     **{each.__name__: each for each in (torch.square, torch.sigmoid, Tensor.tanh, torch.exp, Tensor.clone)},
     "gelu, tanh": partial(F.gelu, approximate="tanh"),
+    "prelu": lambda x: F.prelu(x, x.new_full((1,), 0.3)),
+    "rrelu": partial(F.rrelu, training=True),
     "clamp": lambda x: x.clamp(-0.5, max=0.7),
     "clamp, a tensor": lambda x: x.clamp(min=x.mean().detach()),
     "clip": lambda x: torch.clip(x, max=0.7),
@@ -405,16 +395,6 @@ def test_weights_are_cast_again(name: str) -> None:
         del y
         copies.append(saved.by_kind().get("weights", 0))
     assert copies[0] > copies[1] == 0
-
-
-def test_a_weight_that_changes_is_noticed() -> None:
-    """Between the passes: PyTorch would take the copy from before, but the weight is what is saved."""
-    _, model = pair(mlp)
-    with saving.cast(HALF):
-        y = model(X)
-    model[3].weight.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("onto", [torch.zeros_like, lambda x: x * 2, lambda x: (x * 2)[:, :]])
