@@ -23,6 +23,7 @@ from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.choose import Conversion
 from fitact.runtime.measure import count_saved, imported
 from tests.conftest import Command
+from tests.support.blocks import BY_HAND
 from tests.support.built import built
 from tests.support.package import load
 from tests.support.processes import python
@@ -278,14 +279,9 @@ def of_ones_own(compute: Callable[[Tensor], Any], named: str = "Own", **held: An
     return own
 
 
-def gelu_by_hand(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
-
-
 OWN: dict[str, tuple[nn.Module, str | None]] = {
-    "silu": (of_ones_own(lambda x: x * torch.sigmoid(x)), "silu_fewbit3"),
-    "gelu": (of_ones_own(lambda x: x * 0.5 * (1.0 + torch.erf(x / 2**0.5))), "gelu_fewbit3"),
-    "gelu_tanh": (of_ones_own(gelu_by_hand, scale=1.0, name="gelu", bias=None), "gelu_tanh_fewbit3"),
+    **{name: (of_ones_own(BY_HAND[name]), f"{name}_fewbit3") for name in ("silu", "gelu")},
+    "gelu_tanh": (of_ones_own(BY_HAND["tanh"], scale=1.0, name="gelu", bias=None), "gelu_tanh_fewbit3"),
     "mish": (of_ones_own(lambda x: x * torch.tanh(F.softplus(x))), "mish_fewbit3"),
     "relu2": (of_ones_own(lambda x: torch.relu(x) ** 2), "relu2_fewbit3"),
     "nearly": (of_ones_own(lambda x: F.gelu(x) + 1e-4), None),

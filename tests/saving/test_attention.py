@@ -314,46 +314,28 @@ def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -
     assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)
 
 
-# What attention reads of a layer's output, which something else reads in fewer bits.
-READ: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "norm": lambda m, z: m.norm(z.float()),
-    "sum": lambda m, z: z * 2 + 0.5,
-}
+def heads(m: Any, x: Tensor) -> list[Tensor]:
+    return [layer(x).view(4, 64, 4, 16).transpose(1, 2) for layer in m.qkv]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", READ)
-def test_bits_of_queries(name: str, autocast: bool) -> None:
+def layers() -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(64, 64) for _ in "qkv")
+
+
+@pytest.mark.parametrize("autocast", [None, HALF])
+@pytest.mark.parametrize("read", [lambda m, z: m.norm(z.float()), lambda _, z: z * 2 + 0.5], ids=["norm", "sum"])
+def test_bits_of_queries(read: Callable[[Any, Tensor], Tensor], autocast: torch.dtype | None) -> None:
     """Attention reads at least 8 bits, also of queries and keys that autocast casts, whatever else reads."""
 
     def call(m: Any, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(4, 64, 4, 16).transpose(1, 2) for layer in m.qkv)
-        read = [READ[name](m, z) for z in (q, k)]
+        q, k, v = heads(m, x)
+        y = [read(m, z) for z in (q, k)]
         others = F.gelu(q) + F.gelu(k)  # which save q and k after these are computed from them
-        return F.scaled_dot_product_attention(*read, v, scale=1.0) + 0 * others
+        return attend(*y, v, scale=1.0) + 0 * others
 
-    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-    model = built(call, qkv=layers, norm=nn.RMSNorm(16, elementwise_affine=False))
+    model = built(call, qkv=layers(), norm=nn.RMSNorm(16, elementwise_affine=False))
     given = {"error": "rounding", "bits": {"norm": 3, "activation": 3, "attention": 8}}
-    both_ways(model, torch.randn(4, 64, 64), autocast=HALF if autocast else None, most=0.15, **given)
-
-
-def normalised(m: Any, x: Tensor) -> list[Tensor]:
-    """Return queries and keys, whose scale makes large logits, and values."""
-    q, k, v = (layer(x).view(4, 64, 4, 16).transpose(1, 2) for layer in m.qkv)
-    return [m.norm(q), m.norm(k), v]
-
-
-def by_products(mode: str) -> Callable[[Any, Tensor], Tensor]:
-    """Return attention that is not fused, its products by `einsum` or by operators."""
-    scores, mixed = ("bhtd,bhsd->bhts", "bhts,bhsd->bhtd") if mode == "einsum" else ("", "")
-
-    def call(m: Any, x: Tensor) -> Tensor:
-        q, k, v = normalised(m, x)
-        weights = (torch.einsum(scores, q, k) if scores else q @ k.mT).mul(0.25).softmax(-1)
-        return torch.einsum(mixed, weights, v) if mixed else weights @ v
-
-    return call
+    both_ways(model, torch.randn(4, 64, 64), autocast=autocast, most=0.15, **given)
 
 
 class Own(torch.autograd.Function):
@@ -374,18 +356,29 @@ class Own(torch.autograd.Function):
         return scores @ k, scores.mT @ q, weights.mT @ grads[0]
 
 
+QK, AV = "bhtd,bhsd->bhts", "bhts,bhsd->bhtd"
+ATTEND: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "fused": attend,
+    "own": Own.apply,
+    "einsum": lambda q, k, v: torch.einsum(AV, torch.einsum(QK, q, k).mul(0.25).softmax(-1), v),
+    "@": lambda q, k, v: (q @ k.mT).mul(0.25).softmax(-1) @ v,
+}
+
+
 def test_large_logits() -> None:
     """Fused attention reads no codes unless it has bits, nor do other libraries' functions.
 
     By `einsum` attention saves what products save.
     """
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        q, k, v = heads(m, x)
+        return ATTEND[name](m.norm(q), m.norm(k), v)
+
     torch.manual_seed(0)
     sizes = {}
-    calls = {mode: by_products(mode) for mode in ("einsum", "@")}
-    calls["fused"] = lambda m, x: attend(*normalised(m, x))
-    calls["own"] = lambda m, x: Own.apply(*normalised(m, x))
-    for (name, call), (error, most) in product(calls.items(), (("rounding", 0.01), ("coarse", 0.2))):
-        model = built(call, qkv=nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), norm=nn.RMSNorm(16))
-        nn.init.constant_(model.norm.weight, 4)
+    for name, (error, most) in product(ATTEND, (("rounding", 0.01), ("coarse", 0.2))):
+        model = built(call, qkv=layers(), norm=nn.RMSNorm(16))
+        nn.init.constant_(model.norm.weight, 4)  # which makes large logits
         sizes[name, error] = both_ways(model, torch.randn(4, 64, 64), error=error, most=most)[1]
     assert sizes["einsum", "coarse"] == sizes["@", "coarse"] < sizes["@", "rounding"]

@@ -326,13 +326,7 @@ def named(m: Any, x: Tensor) -> Tensor:
     return F.linear(input=F.gelu(y), weight=m.out.weight)
 
 
-QUANTISED: dict[str, Callable[[], nn.Module]] = {
-    "Hardtanh": lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Hardtanh(), nn.Linear(64, 64)),
-    "tensors by name": lambda: built(named, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64, bias=False)),
-}
-
-
 @pytest.mark.parametrize(("error", "most"), [("rounding", 0.05), ("coarse", 0.15)])
-@pytest.mark.parametrize("name", QUANTISED)
-def test_gradients_by_name(name: str, error: str, most: float) -> None:
-    both_ways(QUANTISED[name](), torch.randn(4, 64, 64), error=error, most=most)
+def test_tensors_by_name(error: str, most: float) -> None:
+    model = built(named, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64, bias=False))
+    both_ways(model, torch.randn(4, 64, 64), error=error, most=most)
