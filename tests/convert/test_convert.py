@@ -154,7 +154,6 @@ def test_wherever_modules_are_held() -> None:
     others = {"0.listed.1": "silu_fewbit3", "0.named.b.0": "mish_fewbit3"}
     assert actual == dict.fromkeys(gelu, "gelu_fewbit3") | others
     assert torch.equal(model(x), baseline)
-    assert [type(child).__name__ for child in hidden.listed] == ["GeluFewbit3", "SiluFewbit3"]
 
 
 def test_one_module_at_several_places() -> None:
@@ -379,7 +378,6 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
     ({"bits": 5}, "bits 5: expected 1, 2, 3 or 4"),
     ({"method": "output", "bits": 2}, "bits 2: expected none for output"),
     ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are 1"),
-    ({"dry_run": 1}, "dry_run: expected True or False, got 1"),
     ({"error": "rounding"}, "error 'rounding': expected no method and no replace, which have their own errors"),
     ({"recompute_attention": True}, "recompute_attention: expected no method and no replace"),
     ({"replace": {nn.GELU: nn.Linear}}, "replace: Linear is not an activation that fitact codegen generated"),

@@ -17,7 +17,6 @@ from tests.support.rows import full
 from tests.support.saving import cast, saved_bytes_of
 from tests.support.shared import shared
 
-HALF = torch.bfloat16
 SITES = {
     "bert": {"GELUActivation": ("gelu", 3)},  # one of them in the head
     "gpt2": {"NewGELUActivation": ("gelu_tanh", 2)},
@@ -120,7 +119,7 @@ ROWS = zip((*MODELS, *SHARED), itertools.cycle(itertools.product(("float32", "au
 )
 def test_reports_say_what_is_saved(name: str, setting: str, precision: str) -> None:
     """That is at most what the baseline saves, and for errors that may be larger, less."""
-    dtype = HALF if precision == "autocast" else None
+    dtype = torch.bfloat16 if precision == "autocast" else None
     inputs = batch_of(name, size=8)
     base = SETTINGS[setting](name)
     with cast(dtype):
@@ -155,13 +154,6 @@ def test_names_in_transformers() -> None:
         assert register() == names == (*shipped,) and known.isdisjoint(names)
         for name in ("gelu_fewbit3", "silu_inverted1", "softplus_output", "gelu_regelu2_published"):
             assert type(transformers.activations.ACT2FN[name]).__module__ == f"fitact.generated.{name}"
-        sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 1}
-        config = partial(transformers.AutoConfig.for_model, "bert", **sizes, vocab_size=9)
-        configs = (config(hidden_act=name) for name in ("gelu_fewbit3", "gelu"))
-        model, copied = map(transformers.AutoModel.from_config, configs)
-        copied.load_state_dict(model.state_dict())
-        ids = torch.arange(8)[None]
-        assert torch.equal(model.eval()(ids).pooler_output, copied.eval()(ids).pooler_output)
     finally:
         for name in {*transformers.activations.ACT2FN} - known:
             del transformers.activations.ACT2FN[name]
