@@ -189,15 +189,10 @@ def test_selective_recomputation_of_gpt3() -> None:
     assert terms["scores"] * 114 == sum(terms.values()) * 80
     assert round(100 * terms["scores"] / sum(terms.values())) == 70
 
-    def block(fused: bool) -> tuple[nn.Module, torch.Tensor]:
-        model = models_reference.Block(nn.GELU(), heads, hidden, fused=fused, dropout=0.1)
-        return model, torch.randn(1, seq, hidden)
-
-    subjects = [prepare(from_callable(partial(block, fused)), batch=1, seq=seq) for fused in (False, True)]
-    composed, fused = map(saved_by, subjects)
-    assert fused.bytes == composed.bytes - terms["scores"] + heads * seq * 4  # the logarithm of each row's sum
-    with subjects[0].mode:
-        flops = work_of(subjects[0].run).flops
+    model = models_reference.Block(nn.GELU(), heads, hidden, fused=False, dropout=0.1)
+    subject = prepare(from_callable(lambda: (model, torch.randn(1, seq, hidden))), batch=1, seq=seq)
+    with subject.mode:
+        flops = work_of(subject.run).flops
     assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7
 
 
