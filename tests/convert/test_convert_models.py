@@ -12,10 +12,9 @@ from torch import nn
 import fitact
 from fitact.integrations.transformers import register
 from fitact.runtime.measure import imported
-from tests.support.models import MODELS, QUICK, TIMM_CONV, batch_of, logits, made, model_of, step
+from tests.support.models import MODELS, QUICK, TIMM_CONV, batch_of, logits, made, model_of
 from tests.support.rows import full
 from tests.support.saving import cast, saved_bytes_of
-from tests.support.shared import shared
 
 CLASSES = {"GELUActivation", "NewGELUActivation", "SiLUActivation", "GELU"}
 
@@ -44,44 +43,13 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     assert torch.equal(logits_of(), baseline)
 
 
-def losses(model: nn.Module, name: str, first: int) -> list[float]:
-    """Train 20 steps; dropout and the batches come from seeds."""
-    convolutions = name.startswith("mobile")  # with batch norms, which take a larger batch and smaller steps
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4 if convolutions else 2e-3)
-    results = []
-    for seed in range(first, first + 20):
-        optimizer.zero_grad()
-        loss = step(model, batch_of(name, seed, size=16 if convolutions else 4), seed=seed)
-        optimizer.step()
-        results.append(float(loss))
-    return results
-
-
-SEEDS = range(0, 300, 100)
-
-
-@shared
-def _baseline_losses(name: str) -> list[list[float]]:
-    return [losses(model_of(name), name, seed) for seed in SEEDS]
-
-
-# Each model in one way, and each way of several models.
-TRAINED = [*zip(MODELS, itertools.cycle(("rounding", "fewbit", "coarse")))]
-
-
-@pytest.mark.parametrize(("name", "variant"), full(TRAINED, lambda row: row[0] in ("gpt2", "llama")))
-def test_training_goes_as_before(name: str, variant: str) -> None:
-    """After 20 steps the loss is off by less than it is between runs of the original on other batches."""
-    baseline = _baseline_losses(name)
-    ends = [sum(run[-5:]) / 5 for run in baseline]
-    assert all(run[-1] < run[0] for run in baseline)
-    noise = max(abs(a - b) for a, b in itertools.combinations(ends, 2))
-    model = model_of(name)
-    given: dict[str, Any] = {"method": variant} if variant == "fewbit" else {"error": variant}
-    fitact.convert(model, **given, example_inputs=batch_of(name))
-    converted = [sum(losses(copy.deepcopy(model), name, seed)[-5:]) / 5 for seed in SEEDS]
-    difference = abs(sum(converted) - sum(ends)) / len(ends)
-    assert difference < noise
+@pytest.mark.parametrize("name", full(MODELS, ("gpt2", "llama")))
+def test_gradients(name: str) -> None:
+    """They are off by little more than was measured; Few-Bit's most where batches are normed."""
+    few = 0.8 if name == TIMM_CONV else 0.2
+    for given, most in ({"error": "rounding"}, 0.005), ({"error": "coarse"}, 0.06), ({"method": "fewbit"}, few):
+        report = fitact.convert(model_of(name), **given, example_inputs=batch_of(name), gradients=True)
+        assert 0 < report.gradient.error < most
 
 
 def frozen(name: str) -> nn.Module:
