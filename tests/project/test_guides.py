@@ -1,10 +1,9 @@
-"""The code of the guides and the examples runs as it stands."""
+"""The code of the guides and the examples runs as it stands; a way from a formula to a model that trains."""
 
 import ast
-import os
+import json
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 
 from fitact.runtime.choose import Conversion
 from fitact.runtime.measure import imported
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Command
+from tests.support.processes import python
 
 SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -57,15 +57,23 @@ def test_python_parses(page: str) -> None:
             ast.parse(block)
 
 
+RUN = """
+import runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(file: str, folder: Path, *arguments: str) -> str:
+    """Run some steps of a file as a reader does, with the packages of the environment; return what it prints."""
+    return python(RUN, ROOT / file, "--steps", *arguments, folder=folder, HF_HUB_OFFLINE="1", TRITON_INTERPRET="0")
+
+
 def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
-    """Run some steps as a reader does, with the packages of the environment; return the print, MiB and loss."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "docs/examples/finetune_lora.py"), "--steps", "4", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
+    """Return the print, MiB and loss."""
+    printed = run("docs/examples/finetune_lora.py", folder, "4", *arguments)
     patterns = r"saved for backward: ([\d.]+) MiB", r"loss (\S+) over 4 steps"
-    saved, loss = (float(re.findall(pattern, done.stdout)[0]) for pattern in patterns)
-    return done.stdout, saved, loss
+    return printed, *(float(re.findall(pattern, printed)[0]) for pattern in patterns)
 
 
 @pytest.mark.full
@@ -77,3 +85,69 @@ def test_finetune_lora(tmp_path: Path) -> None:
     table, less, other = finetune(tmp_path)
     assert 'runs in saving("exact")' in table and "the gradient equals the baseline's, bit for bit" in table
     assert less < 0.6 * saved and other == loss and not [*tmp_path.iterdir()]
+
+
+NOBODY = "where(x > 0, p*x + log1p(q**2*x), sin(p*x)/(1 + q**2))"
+COMMANDS = {
+    "fit --fn gelu --bits 3": 0,
+    "fit --fn 'x*tanh(softplus(x)) + 0.1*sin_like' --bits 2 --name refused": 2,
+    "fit --fn 'x*exp(-x**2/8)/(1 + abs(x))' --bits 2 --name ripple": 0,
+    f"fit --fn '{NOBODY}' --learn p=0.7 --learn q:channel=1.1 --method recompute --name nobody": 0,
+    "codegen": 0,
+    "plot": 0,
+}
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+from generated.gelu_fewbit3 import _KEY, GeluFewbit3, gelu_fewbit3
+from generated.nobody import Nobody
+from generated.ripple import Ripple
+import fitact.generated.gelu_fewbit3 as shipped
+
+assert sys.modules["generated.gelu_fewbit3"].__file__.startswith(sys.argv[1])
+assert shipped._KEY == _KEY and shipped.GeluFewbit3 is not GeluFewbit3
+
+torch.manual_seed(0)
+x = torch.linspace(-3, 3, 200)[:, None]
+acts = GeluFewbit3(), shipped.GeluFewbit3(), Ripple(), Nobody(32)
+model = nn.Sequential(nn.Linear(1, 32), *(part for act in acts for part in (act, nn.Linear(32, 32))))
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+losses = []
+for _ in range(150):
+    loss = (model(x) - x.sin()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 20, losses[::50]
+p, q = acts[-1].p.item(), acts[-1].q.mean().item()
+assert abs(p - 0.7) > 1e-4 and abs(q - 1.1) > 1e-4, "learned parameters are learned"
+
+leaf = x.clone().requires_grad_()
+gradients = [torch.autograd.grad(each(leaf).sum(), leaf)[0] for each in (gelu_fewbit3, shipped.gelu_fewbit3)]
+assert torch.equal(*gradients)
+"""
+
+
+def test_from_an_empty_folder_to_a_trained_model(tmp_path: Path, command: Command) -> None:
+    assert {line: command(line)[0] for line in COMMANDS} == COMMANDS
+    modules = {path.stem for path in (tmp_path / "generated").glob("*.py")}
+    assert modules == {"__init__", "gelu_fewbit3", "nobody", "ripple"} and (tmp_path / "fits.png").exists()
+    python(TRAIN, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_demo(tmp_path: Path) -> None:
+    (tmp_path / "generated").mkdir()
+    shutil.copy(ROOT / "generated" / "gelu_fewbit3.py", tmp_path / "generated")  # what the first commands make
+    assert "gelu_fewbit3" in run("benchmarks/demo.py", tmp_path, "24")
+    exact, fewbit = json.loads((tmp_path / "results.json").read_text())
+    assert exact["activation_bytes"] == 4 * 16 * 128 * 512 * 4
+    assert fewbit["activation_bytes"] == 4 * 16 * 128 * 512 * 3 // 8
+    assert exact["saved_bytes"] - fewbit["saved_bytes"] == exact["activation_bytes"] - fewbit["activation_bytes"]
+    assert exact["losses"][0] == fewbit["losses"][0]
+    assert all(result["losses"][-1] < 0.8 * result["losses"][0] for result in (exact, fewbit))
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
