@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -107,8 +105,3 @@ def test_while_it_is_imported(tmp_path: Path) -> None:
     """Ctrl-C before the command line is there."""
     put(tmp_path / "click.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     assert run("codegen", tmp_path) == (130, "fitact: interrupted\n")
-
-
-def test_the_entry_is_that_of_the_package() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
-    assert callable(resolve_name(scripts["fitact"])) and scripts["fitact"].startswith("fitact.__main__:")

@@ -18,40 +18,31 @@ def two(command: Command) -> Command:
 
 
 def test_command(two: Command) -> None:
+    """A fit that is named removes no other; what is not generated stays, and is not shown."""
     missing = "--- standalone/one (missing)\n--- standalone/two (missing)\n"
-    assert two("codegen --standalone --check")[:2] == (1, missing)
-    assert not Path("standalone").exists()
-    assert two("codegen --standalone") == (0, "wrote standalone/one\nwrote standalone/two\n", "")
+    assert two("codegen --standalone --check")[:2] == (1, missing) and not Path("standalone").exists()
+    Path("standalone/one").mkdir(parents=True)
+    own = [put("standalone/train.py", "import one\n"), put("standalone/data/__init__.py", "data = 1\n")]
+    for name in ("one", "two"):
+        assert two(f"codegen {FITS}/{name}.json --standalone") == (0, f"wrote standalone/{name}\n", "")
     before = tree()
     assert two("codegen --standalone") == (0, "standalone: nothing to do, 2 modules are up to date\n", "")
     assert two("codegen --standalone --check") == (0, "standalone: 2 modules are what their fits generate\n", "")
-    assert tree() == before
+    assert tree() == before and not [*Path("generated").glob("*.py")]
     for path, text in bundle.plan([read(FITS / "one.json")]).items():
         assert Path("standalone", path).read_text(encoding="utf-8") == text
-    put("standalone/two/__pycache__/__init__.cpython-311.pyc")
-    (FITS / "two.json").unlink()
-    assert two("codegen --standalone") == (0, "removed standalone/two\n", "")
-    assert [path.name for path in Path("standalone").iterdir()] == ["one"], "the folder goes whole"
-    assert not list(Path("generated").glob("*.py"))
-
-
-def test_command_with_a_fit_and_a_folder(two: Command) -> None:
-    Path("model/one").mkdir(parents=True)
-    own = [put("model/train.py", "import one\n"), put("model/data/__init__.py", "data = 1\n")]
-    assert two("codegen generated/fits/one.json --standalone --out model") == (0, "wrote model/one\n", "")
     put(FITS / "one.json", record("one", "sigmoid"))
-    assert two("codegen generated/fits/two.json --standalone --out model") == (0, "wrote model/two\n", "")
-    put("model/two/mine.py", "")
-    put("model/two/runtime/__pycache__/math.cpython-311.pyc")
+    put("standalone/two/mine.py", "")
+    put("standalone/two/runtime/__pycache__/math.cpython-311.pyc")
     (FITS / "two.json").unlink()
-    status, out, err = two("codegen --standalone --out model --check")
-    differs = "fitact: model: differs from what its fits generate; run fitact codegen --standalone\n"
-    assert (status, err) == (1, differs) and out.endswith("--- model/two (no fit generates it)\n")
+    status, out, err = two("codegen --standalone --check")
+    differs = "fitact: standalone: differs from what its fits generate; run fitact codegen --standalone\n"
+    assert (status, err) == (1, differs) and out.endswith("--- standalone/two (no fit generates it)\n")
     assert "train.py" not in out and "data" not in out
-    assert two("codegen --standalone --out model") == (0, "wrote model/one\nremoved model/two\n", "")
-    assert [path.name for path in Path("model/two").iterdir()] == ["mine.py"]
+    assert two("codegen --standalone") == (0, "wrote standalone/one\nremoved standalone/two\n", "")
+    assert [path.name for path in Path("standalone/two").iterdir()] == ["mine.py"]
     assert [path.read_text() for path in own] == ["import one\n", "data = 1\n"]
-    assert two("codegen --standalone --out model --check")[0] == 0
+    assert two("codegen --standalone --check")[0] == 0
 
 
 def test_drift_of_a_runtime(two: Command) -> None:

@@ -9,17 +9,15 @@ from fitact.fitter.analysis import Gate, Learned
 from fitact.fitter.catalog import GATES, LEARNED, is_gate
 from tests.support.reals import MP, REAL
 from tests.support.refusals import refused
+from tests.support.rows import listed
 
 # the gates of the catalog written out; and products that are their own oracle, as Python evaluates them
-NAMED = {
-    "swiglu": "silu(g)*u",
-    "geglu": "gelu(g)*u",
-    "geglu_tanh": "g/2*(1 + tanh(sqrt(2/pi)*(g + 0.044715*g**3)))*u",
-    "quick_geglu": "g*sigmoid(1.702*g)*u",
-    "reglu": "max(g, 0)*u",
-    "glu": "sigmoid(g)*u",
-    "swiglu_clamped": "min(g, 7)*sigmoid(1.702*min(g, 7))*(min(max(u, -7), 7) + 1)",
-}
+WRITTEN = listed("""
+swiglu: silu(g)*u   geglu: gelu(g)*u   quick_geglu: g*sigmoid(1.702*g)*u   reglu: max(g, 0)*u   glu: sigmoid(g)*u
+geglu_tanh: g/2*(1 + tanh(sqrt(2/pi)*(g + 0.044715*g**3)))*u
+swiglu_clamped: min(g, 7)*sigmoid(1.702*min(g, 7))*(min(max(u, -7), 7) + 1)
+""")
+NAMED = dict(row.split(": ") for row in WRITTEN)
 PRODUCTS = [
     *("u*silu(g)", "-silu(g)*-u/-2", "-(silu(g)*(u/3))", "u/(1 + exp(-g))", "u/(g*g + 1)/2", "g*u"),
     *("2/(pi*(1 + u**2)*(1 + g**2))", "4*tanh(g/4)*sigmoid(g)*25*tanh(u/25)", "leaky_relu(g, 0.2)*u*g"),

@@ -8,29 +8,18 @@ from fitact.fitter.expr import parse, stable, value, x
 from tests.support.rows import listed
 
 POINTS = [-41.3, -7.7, -2.3, -0.61, -1e-3, 0.0137, 0.37, 1.9, 5.3, 12.1, 33.7]
-IDIOMS = {
-    "log(1 + exp(x))": "softplus(x)",
-    "1/(1 + exp(-x))": "sigmoid(x)",
-    "exp(x)/(1 + exp(x))": "sigmoid(x)",
-    "exp(x)/(1 + exp(x))**2": "sigmoid(-x)*sigmoid(x)",
-    "x*(1 + erf(x/sqrt(2)))/2": "x*erfc(-x/sqrt(2))/2",
-    "0.5*x*(1 + tanh(x))": "x*sigmoid(2*x)",
-    "0.5*x + 0.5*x*tanh(x)": "x*sigmoid(2*x)",
-    "(exp(x) - exp(-x))/(exp(x) + exp(-x))": "tanh(x)",
-    "(exp(2*x) - 1)/(exp(2*x) + 1)": "tanh(x)",
-    "2/(1 + exp(-2*x)) - 1": "tanh(x)",
-    "1 - tanh(x)**2": "sech2(x)",
-    "log(cosh(x))": "logcosh(x)",
-    "(x + sqrt(x**2 + 4))/2": "squareplus(x)",
-    "x/sqrt(1 + x**2)": "isru(x)",
-    "x/(1 + abs(x))": "softsign(x)",
-    "1 - exp(-exp(x))": "-expm1(-exp(x))",
-    "sigmoid(x) - 1": "-sigmoid(-x)",
-    "x - log(1 + exp(x))": "-softplus(-x)",
-    "(1 + exp(-(x - 30)**3))**-1": "sigmoid((x - 30)**3)",
-    "exp(-(x - 50)**2)**2": "exp(-2*(x - 50)**2)",
-    "1/(exp(2*x) + exp(x))**3": "exp(-3*x)*sigmoid(-x)**3",
-}
+WRITTEN = listed("""
+log(1 + exp(x)) -> softplus(x)   1/(1 + exp(-x)) -> sigmoid(x)   exp(x)/(1 + exp(x)) -> sigmoid(x)
+exp(x)/(1 + exp(x))**2 -> sigmoid(-x)*sigmoid(x)   x*(1 + erf(x/sqrt(2)))/2 -> x*erfc(-x/sqrt(2))/2
+0.5*x*(1 + tanh(x)) -> x*sigmoid(2*x)   0.5*x + 0.5*x*tanh(x) -> x*sigmoid(2*x)
+(exp(x) - exp(-x))/(exp(x) + exp(-x)) -> tanh(x)   (exp(2*x) - 1)/(exp(2*x) + 1) -> tanh(x)
+2/(1 + exp(-2*x)) - 1 -> tanh(x)   1 - tanh(x)**2 -> sech2(x)   log(cosh(x)) -> logcosh(x)
+(x + sqrt(x**2 + 4))/2 -> squareplus(x)   x/sqrt(1 + x**2) -> isru(x)   x/(1 + abs(x)) -> softsign(x)
+1 - exp(-exp(x)) -> -expm1(-exp(x))   sigmoid(x) - 1 -> -sigmoid(-x)   x - log(1 + exp(x)) -> -softplus(-x)
+(1 + exp(-(x - 30)**3))**-1 -> sigmoid((x - 30)**3)   exp(-(x - 50)**2)**2 -> exp(-2*(x - 50)**2)
+1/(exp(2*x) + exp(x))**3 -> exp(-3*x)*sigmoid(-x)**3
+""")
+IDIOMS = dict(row.split(" -> ") for row in WRITTEN)
 OTHERS = listed("""
 sigmoid(10*x + 50) - sigmoid(10*x - 50)   sigmoid(10*x - 50) - sigmoid(10*x + 50)   x*log(2 - exp(-exp(x)))
 sqrt(1 + x**2) - 1 + x   sqrt(1 + x**2) - x   x*(1 + x/sqrt(1 + x**2))/2   x/(x/2 + exp(-x/3))
@@ -38,7 +27,7 @@ exp((x - 1)/x**2)**2   (1 + exp(-1.5*x))**(-1/3)   cos(x) - 1   cosh(x) - 1   ex
 """)
 
 
-@pytest.mark.parametrize(("text", "better"), IDIOMS.items(), ids=list(IDIOMS))
+@pytest.mark.parametrize(("text", "better"), IDIOMS.items(), ids=IDIOMS)
 def test_idiom(text: str, better: str) -> None:
     assert stable(parse(text)) == parse(better)
 

@@ -62,17 +62,6 @@ def test_gradient_is_exact_at_the_restored_input(bits: int, dtype: torch.dtype) 
         assert torch.equal(y, F.gelu(x)) and torch.equal(x.grad, at.grad)
 
 
-def test_paired_against_scipy() -> None:
-    random_numbers = np.random.default_rng(0)
-    for n in (2, 3, 5, 20):
-        a, b = random_numbers.normal(size=(2, n))
-        result = statistics.paired(a - b)
-        expected = stats.ttest_rel(a, b)
-        low, high = expected.confidence_interval(0.95)
-        assert result.p == pytest.approx(expected.pvalue, rel=1e-9)
-        assert (result.mean - result.half, result.mean + result.half) == pytest.approx((low, high), rel=1e-9)
-
-
 def test_holm_rejects_what_the_procedure_rejects() -> None:
     """Holm's procedure as he states it: go up from the smallest p, stop at the first above level / (m − i)."""
     random_numbers = np.random.default_rng(1)
@@ -133,9 +122,12 @@ def test_comparisons() -> None:
     assert set(actual) == {("exact", name) for name in LOSSES if name != "exact"} | {("same bits", "fewbit1")}
     few = actual["exact", "fewbit1"]
     expected = stats.ttest_rel(LOSSES["fewbit1"], LOSSES["exact"])
-    assert few.p == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert (few.p, few.difference, few.half) == pytest.approx(
+        (expected.pvalue, (low + high) / 2, (high - low) / 2)
+    )
     assert few.adjusted == pytest.approx(3 * expected.pvalue)  # of three that did not diverge
-    assert few.distinguishable and few.difference == pytest.approx(0.096)
+    assert few.distinguishable
     assert actual["exact", "fewbit3"].distinguishable is False
     diverged = actual["exact", "stochastic1"]
     assert (diverged.diverged, diverged.difference, diverged.adjusted) == (1, None, None)

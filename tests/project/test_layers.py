@@ -19,12 +19,7 @@ ORDER = [
     "fitact.codegen",
     *(f"fitact.runtime.{name}" for name in ("torch_internals", "shipped", "restore", "norms")),
     *(f"fitact.runtime.{name}" for name in ("saving", "compile", "measure", "choose")),
-    "fitact.calibration",
-    "fitact.planning",
-    "fitact.integrations",
-    "fitact.operators",
-    "fitact.cli",
-    "fitact.__main__",
+    *(f"fitact.{name}" for name in ("calibration", "planning", "integrations", "operators", "cli", "__main__")),
     "fitact",
 ]
 TOWERS = ("fitact.runtime.", ("fitact.fitter.", "fitact.codegen."))  # neither imports of the other

@@ -7,11 +7,13 @@ import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import yaml
 
+from fitact.__main__ import main
 from tests.conftest import ROOT
 from tests.support.package import load
 
@@ -116,6 +118,7 @@ def test_conda_recipe() -> None:
     needs = recipe["requirements"]
     assert sorted(needs["run"][1:] + needs["run_constraints"]) == sorted(expected)
     assert recipe["build"]["python"]["entry_points"] == [f"{k} = {v}" for k, v in PROJECT["scripts"].items()]
+    assert resolve_name(PROJECT["scripts"]["fitact"]) is main
 
 
 def test_extras_are_pinned() -> None:

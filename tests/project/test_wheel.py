@@ -14,14 +14,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-FOLDERS = {
-    "src/fitact": "fitact",
-    "base": "fitact/base",
-    "fitter": "fitact/fitter",
-    "codegen": "fitact/codegen",
-    "runtime": "fitact/runtime",
-    "generated": "fitact/generated",
-}
+FOLDERS = {name: f"fitact/{name}" for name in ("base", "fitter", "codegen", "runtime", "generated")}
+FOLDERS["src/fitact"] = "fitact"
 
 
 @pytest.fixture(scope="module")
