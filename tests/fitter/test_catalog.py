@@ -1,4 +1,9 @@
-"""The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings."""
+"""The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings.
+
+The shipped fits, made again, are the same to the byte, on other CPUs too.
+"""
+
+import platform
 
 import numpy as np
 import pytest
@@ -10,10 +15,13 @@ from fitact.base import FitWarning
 from fitact.codegen.generate import render
 from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.methods import fewbit
-from fitact.fitter.records import from_json
+from fitact.fitter.methods import again, fewbit
+from fitact.fitter.records import from_json, read
+from tests.conftest import ROOT
 from tests.support.generated import BASELINE
+from tests.support.processes import python
 from tests.support.refusals import refused
+from tests.support.rows import full
 
 PARAMETERS = [
     ("celu", {"alpha": 2.5}, lambda x: F.celu(x, 2.5)),
@@ -25,10 +33,6 @@ PARAMETERS = [
     ("threshold", {"threshold": 0.1, "value": 20.0}, lambda x: F.threshold(x, 0.1, 20.0)),
 ]
 ALL = [*((name, {}, function) for name, function in BASELINE.items()), *PARAMETERS]
-
-
-def test_the_tests_know_the_whole_catalog() -> None:
-    assert set(BASELINE) == set(CATALOG)
 
 
 @pytest.mark.parametrize(("name", "parameters", "baseline"), ALL, ids=lambda p: p if isinstance(p, str) else None)
@@ -82,6 +86,7 @@ def test_warns(name, bits, domain, reason) -> None:
 
 
 def test_every_activation_ships() -> None:
+    assert set(BASELINE) == set(CATALOG), "the tests know the whole catalog"
     # eight levels are far from the derivative of snake, a sine that never ends
     for name in set(CATALOG) - {"identity", "snake"}:
         fitact.activation(name, method="output" if name == "exp" else "fewbit")
@@ -89,3 +94,37 @@ def test_every_activation_ships() -> None:
     for bits in (1, 2, 3, 4):
         acts = [type(fitact.activation(name, bits=bits)).__name__ for name in ("gelu", "silu")]
         assert acts == [f"GeluFewbit{bits}", f"SiluFewbit{bits}"]
+
+
+FITS = ROOT / "generated" / "fits"
+NAMES = sorted(path.stem for path in FITS.glob("*.json"))
+QUICK = [name for name in NAMES if name.endswith(("_published", "_output")) or name == "gelu_relumix2"]
+
+
+@pytest.mark.parametrize("name", full(NAMES, QUICK))
+@pytest.mark.filterwarnings("ignore:beyond the domain -10 10 the derivative of relu2:fitact.FitWarning")
+def test_made_again(name: str) -> None:
+    assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
+
+
+# NumPy, BLAS and the C library use no kernels of newer CPUs.
+OLDER = {
+    "NPY_DISABLE_CPU_FEATURES": " ".join(np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])),
+    "OPENBLAS_CORETYPE": "Nehalem" if platform.machine() in ("x86_64", "AMD64") else "ARMV8",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-AVX,-FMA,-FMA4",
+}
+AGAIN = """
+import sys
+from pathlib import Path
+from fitact.fitter.methods import again
+from fitact.fitter.records import read
+for name in sys.argv[1:]:
+    assert again(read(Path(name))).to_json() == Path(name).read_text(), name
+"""
+TOGETHER = ["gelu_inverted1", "gelu_tanh_inverted1", "gelu_fewbit3", "silu_fewbit4", "mish_relumix2"]
+TOGETHER += ["silu_relumix2", *(f"../../notebooks/fits/{name}_relumix4" for name in ("gelu", "silu"))]
+
+
+@pytest.mark.parametrize("names", full([["silu_inverted1"], TOGETHER], lambda names: len(names) == 1))
+def test_made_again_on_a_cpu_with_other_kernels(names: list[str]) -> None:
+    python(AGAIN, *(FITS / f"{name}.json" for name in names), **OLDER)

@@ -20,8 +20,7 @@ from tests.support.learned import CASES
 from tests.support.refusals import GONE, changed, refused, within
 
 LEVELS = {"bits": 2, "even": True, "borders": [0.25, 0.75, 1.5], "levels": [1.0, 0.75, 0.25, -0.0625]}
-OPTIONS = {"cells": 4000, "seed": 0}
-STEP = json.loads(record("tanh_fewbit2", weight="normal(0, 2)", options=OPTIONS, **LEVELS))
+STEP = json.loads(record("tanh_fewbit2", weight="normal(0, 2)", options={"cells": 4000, "seed": 0}, **LEVELS))
 SITE: dict[str, Any] = {"path": "act", "activation": "gelu", "count": 100, "left_out": 0, "mean": -0.5}
 SITE |= {"deviation": 1.25, "least": -3.5, "largest": 2.5, "quantiles": [-3.0, 2.25]}
 SITE |= {"weight": "0.95*histogram(-4, 0, 3; 60, 40) + 0.05*student(3, -0.5, 1.25)"}

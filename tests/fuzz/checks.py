@@ -24,15 +24,14 @@ from fitact.fitter.methods import make
 from fitact.fitter.numerics import Weight
 from fitact.fitter.records import AnyFit, StepFit, from_json
 from tests.support.generated import load
+from tests.support.values import LOST, NEAR, UNIT
+from tests.support.values import PROMISED as ROUNDINGS
 
 Array = NDArray[np.float64]
 
 LONGEST = 800  # characters of a message
 AT = np.array([0.0, 1.0, -1.0, 1e4, -1e4, np.inf, -np.inf, np.nan])
-ROUNDINGS, LOST = 64, 2.0**-9  # what a value may be off by, as `float_check` promises: of f and x f′, and of f
 DERIVATIVE_ERROR = 1e-7  # and the derivative in float64, relative to the larger of it and 1
-NEAR = 0.1  # distance from a root within which a relative error says nothing
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 TINY = {torch.float32: 1e-36, torch.float64: 1e-280}
 LARGEST = 1.3e38
 HUGE, SMALL = 1e20, 1e-18  # a value beyond comes out infinite, one below 0, if parts of it are beyond float32

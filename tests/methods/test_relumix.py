@@ -84,12 +84,6 @@ def mixed(name, bits, objective="primitive", restarts=relumix.RESTARTS):
     return relumix.mixture(Activation.of(text), bits, objective, restarts, 0, float)
 
 
-def line_through(oracle, knots, slopes):
-    m, b = oracle.left
-    weights = np.diff(slopes)
-    return lambda x: m * x + b + np.maximum(np.asarray(x)[..., None] - knots, 0) @ weights
-
-
 _STEPS = np.array([0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 1024])
 
 
@@ -101,14 +95,14 @@ def distance(oracle, knots, slopes, objective="primitive", end=np.inf):
     right = np.unique([*np.clip(last + _STEPS, None, end), *cuts[cuts > last], last, end])
     inside = np.union1d(knots, cuts[(first < cuts) & (cuts < last)])
     if objective == "primitive":
-        line = line_through(oracle, knots, slopes)
         before, after = oracle.off(oracle.left), oracle.off(oracle.right)
     else:
         before, after = ((lambda x, m=m: oracle.derivative(x) - m) for m in (slopes[0], slopes[-1]))
 
     def between(x, middle):
         if objective == "primitive":
-            return oracle.value(x) - line(x)
+            m, b = oracle.left
+            return oracle.value(x) - (m * x + b + np.maximum(x - knots, 0) @ np.diff(slopes))
         return oracle.derivative(x) - slopes[np.searchsorted(knots, middle)]
 
     pieces = [((lambda x, m=(a + b) / 2: between(x, m)), [a, b]) for a, b in pairwise(inside)]

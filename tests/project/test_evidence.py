@@ -72,12 +72,9 @@ def test_the_page_says_what_the_record_says() -> None:
         assert part in words, part
 
 
-def test_calibrated_fits_are_nearer() -> None:
+def test_exact_changes_no_bit_and_calibrated_fits_are_nearer() -> None:
     rows = json.loads((ROOT / "benchmarks/results/calibration.json").read_text(encoding="utf-8"))["rows"]
     assert all(row["calibrated"] < row["shipped"] for row in rows)
-
-
-def test_exact_changes_no_bit() -> None:
     runs = {(each["task"], each["method"], each["seed"]): each for each in RECORD["runs"]}
     for regime in REGIMES:
         baseline, exact = (runs[regime, method, 0] for method in ("baseline", "exact"))

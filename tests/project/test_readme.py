@@ -12,7 +12,6 @@ from transformers.activations import ACT2FN
 import fitact
 from benchmarks import saved as counts
 from fitact.fitter.numerics import rounded
-from fitact.fitter.records import read
 from fitact.planning import GIB
 from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import peak
@@ -20,6 +19,7 @@ from fitact.runtime.choose import BASELINE, FULL, measure
 from fitact.runtime.measure import USUAL, Training, device_of, hugging_face, prepare
 from fitact.runtime.measure.reference import gelu_mlp
 from fitact.runtime.saving.modules import Attached
+from tests.codegen.test_standalone import shipped
 from tests.conftest import ROOT
 from tests.support.generated import HALVES, patterns
 
@@ -28,10 +28,6 @@ PAGES = ("converting", "evidence", "measuring", "methods", "saving", "speed")
 TEXT = "\n".join([README, *((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in PAGES)])
 FLAT = " ".join(TEXT.split())
 COUNTED = json.loads(counts.RESULTS.read_text("utf-8"))["rows"]
-
-
-def shipped(name: str) -> Any:
-    return read(ROOT / "generated" / "fits" / f"{name}.json")
 
 
 def result(name: str) -> Any:
@@ -132,13 +128,10 @@ def test_the_picture_again(name: str) -> None:
         assert rows[counts.WAYS[label][0]] == row["ways"][label]["bytes"]
 
 
-def test_errors_of_the_step_function() -> None:
+def test_errors_of_the_step_function_and_of_the_mixture() -> None:
+    """The distances from f and from f', by quadrature on a fine grid."""
     error = shipped("gelu_fewbit3").error
     assert f"error is {error['rms']:.3f} (root mean square on [−10, 10]) and at most {error['max']:.2f}." in FLAT
-
-
-def test_errors_of_the_mixture() -> None:
-    """The distances from f and from f', by quadrature on a fine grid."""
     x = np.linspace(-10, 10, 2_000_001)
     said = r"distance from `f` is ([\d.]+) \(Few-Bit: ([\d.]+)\), that from `f′` ([\d.]+) \(Few-Bit: ([\d.]+)\)"
     stated = [float(text) for text in numbers(said)]
@@ -207,21 +200,16 @@ def test_gradients_that_exact_loses_under_autocast() -> None:
     assert not actual[lost].any() and (x[lost].abs() > 0.998).all()
 
 
-def test_times_of_kernels() -> None:
+def test_times() -> None:
+    """Of kernels on a GPU, of calls on a CPU, and of layers in the context."""
     rows = [row for row in result("gpu/kernels")["rows"] if row["dtype"] == "bfloat16"]
     times = {(row["function"], row["variant"]): row["backward_ms"] for row in rows}
     for name, words in (("gelu", "backward of `gelu` takes"), ("silu", "For `silu` these are")):
         ratios = [times[name, f"{name}_inverted{of}"] / times[name, "eager"] for of in ("1", "_published")]
         fitted, published = (f"{ratio:.2f}" for ratio in ratios)
         assert f"{words} {fitted}" in FLAT and (f"{published} (" in FLAT or f" {published}. " in FLAT)
-
-
-def test_times_on_a_cpu() -> None:
     ours = [ratio for name, ratio in result("overhead_cpu")["ratio"].items() if name not in ("nothing", "F.gelu")]
     assert f"a call costs {min(ours):.1f} to {max(ours):.1f} times one whose kernels do nothing" in FLAT
-
-
-def test_times_in_the_context() -> None:
     results = result("saving_cpu")
     assert {(part["width"], part["tokens"], results["threads"]) for part in results["layers"]} == {(512, 1024, 1)}
     longer, coded = ([100 * part["time"][of] - 100 for part in results["layers"]] for of in ("exact", "rounding"))

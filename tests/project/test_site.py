@@ -34,31 +34,15 @@ def pages(hooks: Any) -> dict[str, bytes]:
     return hooks.pages()
 
 
-def configuration() -> dict[str, Any]:
-    """Return the configuration without the objects that it names."""
-    loader = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, node: tag)
-    return yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), loader)
-
-
-def entries(menu: Any) -> list[str]:
-    if isinstance(menu, str):
-        return [menu]
-    return [entry for part in (menu if isinstance(menu, list) else menu.values()) for entry in entries(part)]
-
-
 def test_menu() -> None:
-    listed = entries(configuration()["nav"])
+    """It has each page once; and pages load nothing from elsewhere."""
+    configured, _, menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")
     guides = {path.name for path in (ROOT / "docs").glob("*.md")}
     notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
     others = {"index.md", "project/CONTRIBUTING.md", "project/CHANGELOG.md"}
-    assert sorted(listed) == sorted(guides | notebooks | others)
-
-
-def test_nothing_is_loaded_from_elsewhere() -> None:
-    actual = configuration()
-    loaded = [*actual["extra_css"], *actual.get("extra_javascript", [])]
-    assert actual["theme"]["font"] is False and not any("//" in each for each in loaded)
+    assert sorted(re.findall(r"(\S+[^:\s])$", menu, re.MULTILINE)) == sorted(guides | notebooks | others)
+    assert re.findall(r"^extra_\w+: .*$", configured, re.MULTILINE) == ["extra_css: [site.css]"]
+    assert "\n  font: false " in configured
 
 
 def test_links_lead_to_pages(pages: dict[str, bytes]) -> None:
@@ -90,18 +74,14 @@ def test_notebooks_as_pages(pages: dict[str, bytes]) -> None:
 
 
 def test_pictures_of_the_explanation() -> None:
-    drawn = script("pictures").PICTURES
-    assert {path.stem for path in (ROOT / "docs" / "explained").iterdir()} == set(drawn)
+    """What they show as text is what is counted."""
+    drawn = script("pictures")
+    assert {path.stem for path in (ROOT / "docs" / "explained").iterdir()} == {*drawn.PICTURES}
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("explained", "storage"))
-    assert set(re.findall(r"\(explained/(\w+)\.png\)", pages)) == set(drawn)
-
-
-def test_counts_of_the_explanation() -> None:
-    """What the pictures show as text is what is counted."""
-    module = script("pictures")
-    sizes = [sum(module.saved(each)) // 2**20 for _, each in module.WAYS]
+    assert {*re.findall(r"\(explained/(\w+)\.png\)", pages)} == {*drawn.PICTURES}
+    sizes = [sum(drawn.saved(each)) // 2**20 for _, each in drawn.WAYS]
     said = "As it is {} MiB, steps {}, inverted {}, recomputed {}, in 8 bits {}, in 4 bits {}"
-    assert said.format(*sizes) in (ROOT / "docs" / "explained.md").read_text("utf-8")
+    assert said.format(*sizes) in pages
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
