@@ -269,7 +269,7 @@ def test_a_step_derivative_is_exact_for_every_float32(formula, bits, levels, bre
     edges, singles = np.array([-10.0, *breaks, 10.0]), np.float32(levels)
     np.testing.assert_array_equal(a_fit((edges[1:] + edges[:-1]) / 2), singles)
     for i, (point, side) in enumerate(breaks.items()):
-        around = np.sort(chain(point, 2, np.float32))
+        around = np.unique(chain(point, 2, np.float32))
         expected = singles[[i, i, i + (side == "upper"), i + 1, i + 1]]
         known = [0, 4] if side == "between" else slice(None)
         np.testing.assert_array_equal(a_fit(around[known]), expected[known])
