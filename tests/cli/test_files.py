@@ -211,7 +211,6 @@ def _not_ignored() -> Iterator[None]:
 
 
 def prepared(folder: Path) -> Path:
-    """Return a folder with three fits."""
     for name in ("gelu_fewbit3", "silu_fewbit2", "tanh_output"):
         path = Path("generated", "fits", f"{name}.json")
         shutil.copy(ROOT / path, put(folder / path))
@@ -281,6 +280,5 @@ def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_while_it_is_imported(tmp_path: Path) -> None:
-    """Ctrl-C before the command line is there."""
     put(tmp_path / "click.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     assert run("codegen", tmp_path) == (130, "fitact: interrupted\n")

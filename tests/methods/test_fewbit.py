@@ -177,7 +177,6 @@ RESTARTED = [
     *(("gelu", 3, DOMAIN, "normal(0,1)"), ("gelu", 2, (0.0, 5.0), "uniform"), ("mish", 2, DOMAIN, "exp(x/4)")),
     *(("softplus", 2, DOMAIN, "uniform"), ("selu", 2, DOMAIN, "uniform"), ("hardswish", 2, DOMAIN, "uniform")),
     *(("bump", 2, DOMAIN, "uniform"), ("bend", 2, (-2.0, 3.0), "uniform"), ("tanh", 3, DOMAIN, "uniform")),
-    *((name, 3, DOMAIN, "uniform") for name in ("gelu", "silu", "selu")),
     *(("gelu", 3, DOMAIN, weight) for weight in NARROW),
     *(("silu", 2, (-size, 1.1 * size), "uniform") for size in (1e4, 1e3, 1e5)),
 ]

@@ -59,17 +59,18 @@ def imported(module: str) -> Iterator[tuple[str, str]]:
                 yield (source, alias.name)
 
 
+def bound(tree: ast.Module) -> set[str]:
+    """Names that a file gives to functions, classes and variables."""
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    defined = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return {node.id for node in stored} | {node.name for node in defined}
+
+
 def exports(package: str) -> set[str]:
     """Return the names that a folder's `__init__` imports as themselves, and what it or a file defines."""
-    names = set()
-    for node in ast.walk(TREES[package]):
-        if isinstance(node, ast.ImportFrom):
-            names |= {alias.asname for alias in node.names if alias.asname == alias.name}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-    return {name for name in names if not name.startswith("_")}
+    imports = (node for node in ast.walk(TREES[package]) if isinstance(node, ast.ImportFrom))
+    again = {alias.asname for node in imports for alias in node.names if alias.asname == alias.name}
+    return {name for name in bound(TREES[package]) | again if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -91,22 +92,12 @@ PRIVATE = re.compile(r"_(?!_)\w+")
 OF_TORCH = (torch, torch.Tensor, torch.UntypedStorage, nn.Module(), torch.compile(nn.Identity()))
 
 
-def bound(tree: ast.Module) -> set[str]:
-    """Names that a file gives to functions, classes, variables and attributes of its own objects."""
-    actual = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                actual.add(name)
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                actual.add(name)
-    return actual
-
-
 def private_parts(text: str) -> Iterator[str]:
     """Yield each place of a text that uses a private part of PyTorch, or of anything that may be PyTorch's."""
     tree = ast.parse(text)
-    own = bound(tree)
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    stored = (node for node in attributes if isinstance(node.ctx, ast.Store))
+    own = bound(tree) | {node.attr for node in stored if ast.unparse(node.value) == "self"}
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):

@@ -22,7 +22,6 @@ MACHINE = re.compile(r"(?<![\w.:/~])/(home|root|tmp|usr|opt|var|mnt|work|Users|p
 
 
 def script(name: str, folder: Path = FOLDER) -> Any:
-    """Import a script of the notebooks' folder."""
     return load(folder / f"{name}.py", f"notebooks_{name}")
 
 

@@ -20,7 +20,6 @@ FOLDERS["src/fitact"] = "fitact"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for room in FOLDERS:
         shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -32,7 +31,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(wheel: Path) -> tuple[set[str], str]:
-    """Return the names of a wheel's files, and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
