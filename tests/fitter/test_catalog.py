@@ -1,7 +1,4 @@
-"""The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings.
-
-The shipped fits, made again, are the same to the byte, on other CPUs too.
-"""
+"""The catalog: every formula is PyTorch's function; warnings; shipped fits, made again, are the same bytes."""
 
 import platform
 
@@ -16,7 +13,8 @@ from fitact.codegen.generate import render
 from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import again, fewbit
-from fitact.fitter.records import from_json, read
+from fitact.fitter.records import from_json
+from tests.codegen.test_standalone import SHIPPED, shipped
 from tests.conftest import ROOT
 from tests.support.generated import BASELINE
 from tests.support.processes import python
@@ -97,14 +95,13 @@ def test_every_activation_ships() -> None:
 
 
 FITS = ROOT / "generated" / "fits"
-NAMES = sorted(path.stem for path in FITS.glob("*.json"))
-QUICK = [name for name in NAMES if name.endswith(("_published", "_output")) or name == "gelu_relumix2"]
+QUICK = [name for name in SHIPPED if name.endswith(("_published", "_output")) or name == "gelu_relumix2"]
 
 
-@pytest.mark.parametrize("name", full(NAMES, QUICK))
+@pytest.mark.parametrize("name", full(SHIPPED, QUICK))
 @pytest.mark.filterwarnings("ignore:beyond the domain -10 10 the derivative of relu2:fitact.FitWarning")
 def test_made_again(name: str) -> None:
-    assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
+    assert again(shipped(name)).to_json() == (FITS / f"{name}.json").read_text()
 
 
 # NumPy, BLAS and the C library use no kernels of newer CPUs.

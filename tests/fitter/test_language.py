@@ -1,7 +1,4 @@
-"""The expression language: what it accepts and its values, what it refuses, and that it runs nothing.
-
-Rewriting: the same values, by many digits, in a form that float32 evaluates at least as well.
-"""
+"""The expression language: what it accepts and its values, what it refuses; rewriting leaves the values."""
 
 import numpy as np
 import pytest

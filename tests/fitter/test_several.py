@@ -64,9 +64,8 @@ def test_refused(text, message):
     assert message in refused(Gate.of, text)
 
 
-@pytest.mark.parametrize("text", ["gelu", "silu", "x*sigmoid(x)", "sign(x)*square(x)"])
-def test_what_is_no_gate(text):
-    assert not is_gate(text)
+def test_what_is_no_gate():
+    assert not any(map(is_gate, ("gelu", "silu", "x*sigmoid(x)", "sign(x)*square(x)")))
 
 
 AT = np.array([-1e4, -30.0, -3.3, -0.4, -1e-3, 1e-3, 0.3, 2.2, 30.0, 1e4])
