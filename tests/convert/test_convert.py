@@ -82,7 +82,7 @@ def check_replaced(activation: Any) -> tuple[Tensor, Tensor]:
     return baseline, actual
 
 
-@pytest.mark.parametrize("activation", PLAIN, ids=str)
+@pytest.mark.parametrize("activation", PLAIN, ids=lambda x: getattr(x, "__name__", str(x)[:40]))
 def test_modules_and_functions_of_pytorch(activation: Any) -> None:
     assert torch.equal(*check_replaced(activation))
 
