@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import sympy
@@ -111,7 +112,8 @@ def check_command(words: list[str]) -> None:
     """Check that a command in an empty folder ends with status 0, or with one line, and leaves nothing then."""
     out, err = io.StringIO(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        quiet = mock.patch("fitact.cli.options.EVERY", 3600)  # no line that says how long it takes by now
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), quiet:
             status = main(words)
         left = [path for path in Path().rglob("*") if path.is_file()]
     lines = err.getvalue().splitlines()
