@@ -74,7 +74,7 @@ RELUS = (
     cheap.named("F", "relu leaky_relu") | cheap.named("torch", "relu relu_") | cheap.named("Tensor", "relu relu_")
 )
 CLIPPED = F.relu6, F.hardtanh
-# These do so in place by their results, of which those below 0 may be much smaller than the others.
+# These do so in place by their results. Those below 0 may be much smaller than the others.
 MASKED = (*CLIPPED, F.leaky_relu)
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
@@ -191,10 +191,13 @@ class Quantising(Capture):
 
         A function of another library may be fused attention. The mode sees none, nor what backward calls.
         """
-        if running_call() is not None if self.current is None else kind_of(*self.current) != "attention":
-            return 0
-        fused = self.current is None or self.current[0] in FUSED
-        return self._policy.get("attention", math.inf if fused else SHARP)
+        if self.current is None:
+            usual = math.inf if running_call() is None else 0
+        elif kind_of(*self.current) == "attention":
+            usual = math.inf if self.current[0] in FUSED else SHARP
+        else:
+            usual = 0
+        return self._policy.get("attention", usual) if usual else 0
 
     def is_near_enough(self, recompute: Recompute) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""

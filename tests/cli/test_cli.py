@@ -361,7 +361,7 @@ def drawn(text: str, **style: Any) -> bytes:
 
 @pytest.mark.parametrize("text", ["$x^2$", "$\\frac$", "$", "a$b", "\\alpha", "$$", "x_1", "{}", "日本"])
 def test_text_is_literal(text: str) -> None:
-    """Drawn as matplotlib draws it when it is told to parse nothing."""
+    """Drawn as matplotlib draws it without parsing."""
     assert drawn(literal(text)) == drawn(text, parse_math=False)
 
 
