@@ -34,7 +34,8 @@ def _folder() -> Path:
 
 
 # The files that generated modules need: the folder of the kernels, and what its names are imported from.
-RUNTIME = ("__init__.py", *sorted(f"kernels/{path.name}" for path in (_folder() / "kernels").glob("*.py")))
+_FILES = sorted((_folder() / "kernels").rglob("*.py"))
+RUNTIME = ("__init__.py", *(path.relative_to(_folder()).as_posix() for path in _FILES))
 MODULE = ("__init__.py", *(f"runtime/{path}" for path in RUNTIME))
 # What `hidden_act` is in configurations of transformers, by activations of the catalog.
 HIDDEN = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh",), "relu": ("relu",)}

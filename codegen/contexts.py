@@ -173,7 +173,7 @@ def _radical(radical: Radical, dialect: Dialect) -> str:
     away = _away("y", radical.anchor)
     if radical.order == 1 and radical.side == 0:
         return away if away == "y" else f"({away})"
-    home = "_rt" if dialect is TRITON else "_rt.reference_math"
+    home = "_tiles" if dialect is TRITON else "_rt.reference_math"
     return f"{home}.radical({away}, order={radical.order}, side={radical.side})"
 
 

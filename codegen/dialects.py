@@ -1,7 +1,7 @@
 """The targets of generated code: how Triton device code and PyTorch write functions and powers.
 
-The texts call `_rt`, the runtime as generated modules see it, `_tl`, `_torch` and `_F`: no fit can have these
-names.
+The texts call `_rt` and `_tiles`, the runtime as generated modules see it, `_tl`, `_torch` and `_F`: no fit can
+have these names.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ tanh_softplus = sympy.Function("tanh_softplus")
 TRITON = Dialect(
     functions={
         **{atom: f"{atom.triton}({{0}})" for atom in atoms.ATOMS},
-        **{function: f"_rt.{function.__name__}({{0}})" for function in (ndtr, tanh_softplus)},
+        **{function: f"_tiles.{function.__name__}({{0}})" for function in (ndtr, tanh_softplus)},
         sympy.sqrt: "_tl.sqrt({0})",
     },
     where="_tl.where({0}, {1}, {2})",
     constant="{0}",
     clamp="_tl.clamp({0}, {1}, {2}, propagate_nan=_tl.PropagateNan.ALL)",
-    power=lambda base, n: (f"_rt.power({base(SUM)}, {n})", CALL),
+    power=lambda base, n: (f"_tiles.power({base(SUM)}, {n})", CALL),
 )
 # For results of float32, where Triton's exponential is not accurate.
-PRECISE = replace(TRITON, functions=TRITON.functions | {atoms.exp: "_rt.exp_full({0})"})
+PRECISE = replace(TRITON, functions=TRITON.functions | {atoms.exp: "_tiles.exp_full({0})"})
 # For results of half precision: some functions have a shorter form there.
 _SHORT = ("exp", "expm1", "sech2", "sigmoid", "softplus", "tanh")
 HALF = replace(
     TRITON,
     functions=TRITON.functions
-    | {getattr(atoms, name): f"_rt.{name}_half({{0}})" for name in _SHORT}
-    | {function: f"_rt.{function.__name__}_half({{0}})" for function in (ndtr, tanh_softplus)},
+    | {getattr(atoms, name): f"_tiles.{name}_half({{0}})" for name in _SHORT}
+    | {function: f"_tiles.{function.__name__}_half({{0}})" for function in (ndtr, tanh_softplus)},
 )
 SHORT = frozenset(getattr(atoms, name) for name in (*_SHORT, "erfc"))  # functions of formulas that become those
 SHORT_ERROR = 6e-5  # of each, relative, at most

@@ -13,38 +13,39 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["CeluOutput", "celu_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _tl.where(x > 0.0, x, _rt.expm1(x))
+    return _tl.where(x > 0.0, x, _tiles.expm1(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return _tl.where(x > 0.0, x, _rt.expm1_half(x))
+    return _tl.where(x > 0.0, x, _tiles.expm1_half(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
     return _tl.where(y > 0.0, 1.0, y + 1.0)
 
 
-@_rt.jit
+@_tiles.jit
 def celu_output_forward(x, y, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+        _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
     else:
-        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
+        _tiles.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def celu_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -57,7 +58,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="celu_output-6430fb3f3a825760",
+        key="celu_output-ffc1fb2cb0b07511",
         name="celu_output",
         value=_torch_value,
         derivative=_torch_derivative,

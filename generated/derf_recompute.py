@@ -11,59 +11,60 @@ All else is recomputed in backward, and the output too for a layer that follows:
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["DerfRecompute", "derf_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x, alpha, shift, gamma, beta):
     return beta + gamma * _tl.erf(shift + alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(x, alpha, shift, gamma, beta):
-    return 1.1283791670955126 * alpha * gamma * _rt.exp_full(-_rt.power(shift + alpha * x, 2))
+    return 1.1283791670955126 * alpha * gamma * _tiles.exp_full(-_tiles.power(shift + alpha * x, 2))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_half(x, alpha, shift, gamma, beta):
-    return 1.1283791670955126 * alpha * gamma * _rt.exp_half(-_rt.power(shift + alpha * x, 2))
+    return 1.1283791670955126 * alpha * gamma * _tiles.exp_half(-_tiles.power(shift + alpha * x, 2))
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha(x, alpha, shift, gamma, beta):
-    return 1.1283791670955126 * gamma * x * _rt.exp_full(-_rt.power(shift + alpha * x, 2))
+    return 1.1283791670955126 * gamma * x * _tiles.exp_full(-_tiles.power(shift + alpha * x, 2))
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha_half(x, alpha, shift, gamma, beta):
-    return 1.1283791670955126 * gamma * x * _rt.exp_half(-_rt.power(shift + alpha * x, 2))
+    return 1.1283791670955126 * gamma * x * _tiles.exp_half(-_tiles.power(shift + alpha * x, 2))
 
 
-@_rt.jit
+@_tiles.jit
 def _by_shift(x, alpha, shift, gamma, beta):
-    return 1.1283791670955126 * gamma * _rt.exp_full(-_rt.power(shift + alpha * x, 2))
+    return 1.1283791670955126 * gamma * _tiles.exp_full(-_tiles.power(shift + alpha * x, 2))
 
 
-@_rt.jit
+@_tiles.jit
 def _by_shift_half(x, alpha, shift, gamma, beta):
-    return 1.1283791670955126 * gamma * _rt.exp_half(-_rt.power(shift + alpha * x, 2))
+    return 1.1283791670955126 * gamma * _tiles.exp_half(-_tiles.power(shift + alpha * x, 2))
 
 
-@_rt.jit
+@_tiles.jit
 def _by_gamma(x, alpha, shift, gamma, beta):
     return _tl.erf(shift + alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_beta(x, alpha, shift, gamma, beta):
     return 1.0
 
 
-@_rt.jit
-def _gradient(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient(x, alpha, shift, gamma, beta, _which: _tiles.constexpr):
     if _which == 0:
         return _by_alpha(x, alpha, shift, gamma, beta)
     elif _which == 1:
@@ -74,8 +75,8 @@ def _gradient(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
         return _by_beta(x, alpha, shift, gamma, beta)
 
 
-@_rt.jit
-def _gradient_half(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient_half(x, alpha, shift, gamma, beta, _which: _tiles.constexpr):
     if _which == 0:
         return _by_alpha_half(x, alpha, shift, gamma, beta)
     elif _which == 1:
@@ -86,23 +87,23 @@ def _gradient_half(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
         return _by_beta(x, alpha, shift, gamma, beta)
 
 
-@_rt.jit
+@_tiles.jit
 def derf_recompute_forward(x, y, numbers, channels, inner, n):
-    _rt.learned_forward_tile(
+    _tiles.learned_forward_tile(
         x, y, numbers, channels, inner, n,
         _value, count=4,
     )  # fmt: skip
 
 
-@_rt.jit
+@_tiles.jit
 def derf_recompute_backward(dy, saved, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative, _gradient, count=4,
         )  # fmt: skip
     else:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative_half, _gradient_half, count=4,
         )  # fmt: skip
@@ -134,7 +135,7 @@ def _torch_by_beta(x, alpha, shift, gamma, beta):
 
 _KEY = _rt.register(
     _rt.Learned(
-        key="derf_recompute-92aba0fadc3cf720",
+        key="derf_recompute-0f676a40358bfade",
         name="derf_recompute",
         numbers=(
             _rt.Number("alpha", 0.5, False),

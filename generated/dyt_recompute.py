@@ -11,59 +11,60 @@ All else is recomputed in backward, and the output too for a layer that follows:
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["DytRecompute", "dyt_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x, alpha, gamma, beta):
-    return beta + gamma * _rt.tanh(alpha * x)
+    return beta + gamma * _tiles.tanh(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x, alpha, gamma, beta):
-    return beta + gamma * _rt.tanh_half(alpha * x)
+    return beta + gamma * _tiles.tanh_half(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(x, alpha, gamma, beta):
-    return alpha * gamma * _rt.sech2(alpha * x)
+    return alpha * gamma * _tiles.sech2(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_half(x, alpha, gamma, beta):
-    return alpha * gamma * _rt.sech2_half(alpha * x)
+    return alpha * gamma * _tiles.sech2_half(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha(x, alpha, gamma, beta):
-    return gamma * x * _rt.sech2(alpha * x)
+    return gamma * x * _tiles.sech2(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha_half(x, alpha, gamma, beta):
-    return gamma * x * _rt.sech2_half(alpha * x)
+    return gamma * x * _tiles.sech2_half(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_gamma(x, alpha, gamma, beta):
-    return _rt.tanh(alpha * x)
+    return _tiles.tanh(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_gamma_half(x, alpha, gamma, beta):
-    return _rt.tanh_half(alpha * x)
+    return _tiles.tanh_half(alpha * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_beta(x, alpha, gamma, beta):
     return 1.0
 
 
-@_rt.jit
-def _gradient(x, alpha, gamma, beta, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient(x, alpha, gamma, beta, _which: _tiles.constexpr):
     if _which == 0:
         return _by_alpha(x, alpha, gamma, beta)
     elif _which == 1:
@@ -72,8 +73,8 @@ def _gradient(x, alpha, gamma, beta, _which: _rt.constexpr):
         return _by_beta(x, alpha, gamma, beta)
 
 
-@_rt.jit
-def _gradient_half(x, alpha, gamma, beta, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient_half(x, alpha, gamma, beta, _which: _tiles.constexpr):
     if _which == 0:
         return _by_alpha_half(x, alpha, gamma, beta)
     elif _which == 1:
@@ -82,29 +83,29 @@ def _gradient_half(x, alpha, gamma, beta, _which: _rt.constexpr):
         return _by_beta(x, alpha, gamma, beta)
 
 
-@_rt.jit
+@_tiles.jit
 def dyt_recompute_forward(x, y, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.learned_forward_tile(
+        _tiles.learned_forward_tile(
             x, y, numbers, channels, inner, n,
             _value, count=3,
         )  # fmt: skip
     else:
-        _rt.learned_forward_tile(
+        _tiles.learned_forward_tile(
             x, y, numbers, channels, inner, n,
             _value_half, count=3,
         )  # fmt: skip
 
 
-@_rt.jit
+@_tiles.jit
 def dyt_recompute_backward(dy, saved, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative, _gradient, count=3,
         )  # fmt: skip
     else:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative_half, _gradient_half, count=3,
         )  # fmt: skip
@@ -132,7 +133,7 @@ def _torch_by_beta(x, alpha, gamma, beta):
 
 _KEY = _rt.register(
     _rt.Learned(
-        key="dyt_recompute-0a9a83a2c0cd4a89",
+        key="dyt_recompute-1de1f88ed832b882",
         name="dyt_recompute",
         numbers=(
             _rt.Number("alpha", 0.5, False),

@@ -14,13 +14,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["EluFewbit3", "elu_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -3.1813623905181885,
         -2.0523276329040527,
@@ -31,7 +32,7 @@ _BORDERS = _rt.constexpr(
         -0.10417341440916061,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.00608386006206274,
         0.07697421312332153,
@@ -45,37 +46,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _tl.where(x > 0.0, x, _rt.expm1(x))
+    return _tl.where(x > 0.0, x, _tiles.expm1(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return _tl.where(x > 0.0, x, _rt.expm1_half(x))
+    return _tl.where(x > 0.0, x, _tiles.expm1_half(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=3)
+    return _tiles.encode(x, _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def elu_fewbit3_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def elu_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -84,7 +85,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="elu_fewbit3-a77609922831bb72",
+        key="elu_fewbit3-380a1f3d94c742ca",
         name="elu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -11,69 +11,70 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GegluRecompute", "geglu_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _a(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _b(x):
     return x
 
 
-@_rt.jit
+@_tiles.jit
 def _a_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _b_half(x):
     return x
 
 
-@_rt.jit
+@_tiles.jit
 def _a_derivative(x):
-    return 0.3989422804014327 * x * _rt.exp_full(-0.5 * _rt.power(x, 2)) + _rt.ndtr(x)
+    return 0.3989422804014327 * x * _tiles.exp_full(-0.5 * _tiles.power(x, 2)) + _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _a_derivative_half(x):
-    return 0.3989422804014327 * x * _rt.exp_half(-0.5 * _rt.power(x, 2)) + _rt.ndtr_half(x)
+    return 0.3989422804014327 * x * _tiles.exp_half(-0.5 * _tiles.power(x, 2)) + _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _b_derivative(x):
     return 1.0
 
 
-@_rt.jit
+@_tiles.jit
 def _b_derivative_half(x):
     return 1.0
 
 
-@_rt.jit
+@_tiles.jit
 def geglu_recompute_forward(g, u, h, width_g, stride_g, width_u, stride_u, n):
     if h.dtype.element_ty == _tl.float32:
-        _rt.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a, _b)
+        _tiles.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a, _b)
     else:
-        _rt.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a_half, _b_half)
+        _tiles.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a_half, _b_half)
 
 
-@_rt.jit
+@_tiles.jit
 def geglu_recompute_backward(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n):
     if dh.dtype.element_ty == _tl.float32:
-        _rt.gate_backward_tile(
+        _tiles.gate_backward_tile(
             dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n,
             _a, _a_derivative, _b, _b_derivative,
         )  # fmt: skip
     else:
-        _rt.gate_backward_tile(
+        _tiles.gate_backward_tile(
             dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n,
             _a_half, _a_derivative_half, _b_half, _b_derivative_half,
         )  # fmt: skip
@@ -89,7 +90,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Gate(
-        key="geglu_recompute-153fa6c8d283a77f",
+        key="geglu_recompute-87ca1f8eb1fb71a9",
         name="geglu_recompute",
         a=_torch_a,
         b=_torch_b,

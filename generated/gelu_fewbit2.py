@@ -13,20 +13,21 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluFewbit2", "gelu_fewbit2"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -0.46902644634246826,
         0.0,
         0.46902644634246826,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         -0.01572408527135849,
         0.3195253610610962,
@@ -36,37 +37,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=4)
+    return _tiles.pick(code, _LEVELS, size=4)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=2)
+    return _tiles.encode(x, _BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_fewbit2_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=2)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_fewbit2_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -75,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_fewbit2-9343d51a04b64053",
+        key="gelu_fewbit2-ce0be0f28ca72bf6",
         name="gelu_fewbit2",
         bits=2,
         borders=_BORDERS.value,

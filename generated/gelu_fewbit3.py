@@ -13,13 +13,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluFewbit3", "gelu_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -2.398078203201294,
         -0.711091935634613,
@@ -30,7 +31,7 @@ _BORDERS = _rt.constexpr(
         2.398078203201294,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         -0.0025995769537985325,
         -0.0888230949640274,
@@ -44,37 +45,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=3)
+    return _tiles.encode(x, _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_fewbit3_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -83,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_fewbit3-3509c01c7158c2d0",
+        key="gelu_fewbit3-e846db305dd58d0e",
         name="gelu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -14,13 +14,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluFewbit4", "gelu_fewbit4"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -2.6850974559783936,
         -2.0530776977539062,
@@ -39,7 +40,7 @@ _BORDERS = _rt.constexpr(
         2.6850974559783936,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         -0.0013307960471138358,
         -0.04967200383543968,
@@ -61,37 +62,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=16)
+    return _tiles.pick(code, _LEVELS, size=16)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=4)
+    return _tiles.encode(x, _BORDERS, bits=4)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_fewbit4_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=4)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=4)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=4)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=4)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_fewbit4_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=4)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=4)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -100,7 +101,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_fewbit4-405234bb245c91e5",
+        key="gelu_fewbit4-5cccdc5c293ef21e",
         name="gelu_fewbit4",
         bits=4,
         borders=_BORDERS.value,

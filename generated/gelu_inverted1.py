@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluInverted1", "gelu_inverted1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -0.7517915368080139,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.41227471828460693, 2.3001902103424072,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     0.0, 0.0354594849050045,
     0.0, -0.356209397315979,
     -0.6614546179771423, 1.328608512878418,
@@ -39,7 +40,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -0.0004508847196120769, 0.5482301115989685,
     1.247108727397972e-08, -7.790214112901594e-06,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, -0.0278434120118618,
     1.0, 0.21303123235702515,
     -0.8809301257133484, -0.6118167638778687,
@@ -48,14 +49,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.12503865361213684, -0.040704164654016495,
     0.0004580983950290829, 0.5919836163520813,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -0.7517915368080139,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.007024083286523819, 0.007024083286523819,
     0.4121021330356598, 2.0343847274780273,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, -0.24384276568889618,
     0.0, 1.5444928407669067,
     0.0, -3.767058849334717,
@@ -65,17 +66,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -0.8599931001663208, 0.7856089472770691,
     -0.003909410908818245, 0.005720408633351326,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -0.7517915368080139,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.007024083286523819, 0.007024083286523819,
     0.41219794750213623, 2.0827720165252686,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 0.09975066035985947,
     0.0, -0.9224220514297485,
     0.0, 3.241596221923828,
@@ -86,31 +87,31 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.8924604058265686, 0.9244582653045654,
     0.0012082328321412206, -0.0013642051490023732,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.16997121274471283, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.16997121274471283, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -122,15 +123,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.16997121274471283, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.16997121274471283, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -142,15 +143,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.16997121274471283, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.16997121274471283, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -162,24 +163,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_inverted1_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -224,7 +225,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="gelu_inverted1-983770c3640d2122",
+        key="gelu_inverted1-5f99857232bdf340",
         name="gelu_inverted1",
         bits=1,
         borders={

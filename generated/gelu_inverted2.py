@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluInverted2", "gelu_inverted2"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -0.7519690990447998, -0.7517915368080139, -0.7515876293182373,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0001220703125, 0.0, 0.0, 0.0001220703125,
     0.41227471828460693, 0.0001220703125, 0.0001220703125, 2.2999444007873535,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.11335572600364685,
     0.0, 0.0, 0.0, -0.7182987332344055,
     -0.38961732387542725, 0.0, 0.0, 1.9807825088500977,
@@ -39,7 +40,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -0.007068305276334286, -0.9288723468780518, 0.9290850758552551, 0.9273374676704407,
     4.0214078467215586e-07, 0.0, 0.0, 1.0353825018682983e-05,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.05063221976161003,
     1.0, 0.0, 0.0, -0.16457170248031616,
     -0.9609556794166565, 0.0, 0.0, 0.1793166548013687,
@@ -48,14 +49,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.0509660467505455, 0.0, 0.0, -0.7895835638046265,
     0.007492328993976116, 1.0, 1.0, 1.0,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -0.767578125, -0.7517915368080139, -0.720703125,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.007024083286523819, 0.0, 0.0, 0.007024083286523819,
     0.4121703803539276, 0.0, 0.0, 2.064877986907959,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     144.31109619140625, 0.0, 0.0, 0.0,
     -140.89752197265625, 0.0, 0.0, 0.2509347200393677,
     53.01832580566406, 0.0, 0.0, -0.7955933213233948,
@@ -63,7 +64,7 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -0.38806676864624023, 0.0, 0.0, -0.001626798533834517,
     -0.010428185574710369, -0.0034027339424937963, 0.006837521679699421, 0.00019908919057343155,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.09934231638908386,
     0.0, 0.0, 0.0, -0.4139854609966278,
     0.0, 0.0, 0.0, 0.834210216999054,
@@ -71,14 +72,14 @@ _BFLOAT16_DENOMINATOR = _rt.constexpr((
     0.0, 0.0, 0.0, 0.62172931432724,
     1.0, 1.0, 1.0, 0.009028899483382702,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -0.762939453125, -0.7517915368080139, -0.740478515625,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.007024083286523819, 0.0, 0.0, 0.007024083286523819,
     0.4122393727302551, 0.0, 0.0, 2.1254711151123047,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     3776.801025390625, 0.0, 0.0, 0.0,
     -5223.14453125, 0.0, 0.0, 0.0,
     2874.5986328125, 0.0, 0.0, 0.0,
@@ -88,7 +89,7 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.6728518009185791, 0.0, 0.0, 0.0387592613697052,
     -0.0021729806903749704, -0.0023642261512577534, 0.0024823492858558893, 6.960938480915502e-05,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.09802697598934174,
     0.0, 0.0, 0.0, -0.4276781678199768,
     0.0, 0.0, 0.0, 0.8621907830238342,
@@ -99,25 +100,25 @@ _FLOAT16_DENOMINATOR = _rt.constexpr((
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=2)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.16997121274471283, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.16997121274471283, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -129,15 +130,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=2)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.16997121274471283, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.16997121274471283, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -149,15 +150,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=2)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.16997121274471283, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.16997121274471283, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -169,24 +170,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_inverted2_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=2)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=2)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_inverted2_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=2)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=2)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -231,7 +232,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="gelu_inverted2-a829368f0aa860d0",
+        key="gelu_inverted2-a4d2ffea59ea085e",
         name="gelu_inverted2",
         bits=2,
         borders={

@@ -14,105 +14,106 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluInvertedPublished", "gelu_inverted_published"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -0.7517915368080139,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -0.7517915368080139,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -0.7517915368080139,
 ))
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
     y = _tl.clamp(y, -0.16997120747990366, 1000.0, propagate_nan=_tl.PropagateNan.ALL)
     v = y + 0.16997120747990366
     code = code & 1
-    u0_0 = _tl.exp(0.831270529039268 * _tl.log(_rt.relu(1.0 - 5.883349390915128 * v)))
+    u0_0 = _tl.exp(0.831270529039268 * _tl.log(_tiles.relu(1.0 - 5.883349390915128 * v)))
     q0 = 0.001217659791976 - 0.6491568145845729 * _tl.exp(0.442363293155713 * _tl.log(v)) * u0_0
     u0_1 = 0.04404574801811 * v + 1.558420184350027 * _tl.sqrt(v) - 1.383717971214795
-    q1 = u0_1 * _tl.exp(0.032146736769376 * _rt.power(-v - 2.119885089843949, 3)) + 1.0
+    q1 = u0_1 * _tl.exp(0.032146736769376 * _tiles.power(-v - 2.119885089843949, 3)) + 1.0
     return _tl.where(code < 1, q0, q1)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
     y = _tl.clamp(y, -0.16997120747990366, 1000.0, propagate_nan=_tl.PropagateNan.ALL)
     v = y + 0.16997120747990366
     code = code & 1
-    u0_0 = _tl.exp(0.831270529039268 * _tl.log(_rt.relu(1.0 - 5.883349390915128 * v)))
+    u0_0 = _tl.exp(0.831270529039268 * _tl.log(_tiles.relu(1.0 - 5.883349390915128 * v)))
     q0 = 0.001217659791976 - 0.6491568145845729 * _tl.exp(0.442363293155713 * _tl.log(v)) * u0_0
     u0_1 = 0.04404574801811 * v + 1.558420184350027 * _tl.sqrt(v) - 1.383717971214795
-    q1 = u0_1 * _tl.exp(0.032146736769376 * _rt.power(-v - 2.119885089843949, 3)) + 1.0
+    q1 = u0_1 * _tl.exp(0.032146736769376 * _tiles.power(-v - 2.119885089843949, 3)) + 1.0
     return _tl.where(code < 1, q0, q1)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
     y = _tl.clamp(y, -0.16997120747990366, 1000.0, propagate_nan=_tl.PropagateNan.ALL)
     v = y + 0.16997120747990366
     code = code & 1
-    u0_0 = _tl.exp(0.831270529039268 * _tl.log(_rt.relu(1.0 - 5.883349390915128 * v)))
+    u0_0 = _tl.exp(0.831270529039268 * _tl.log(_tiles.relu(1.0 - 5.883349390915128 * v)))
     q0 = 0.001217659791976 - 0.6491568145845729 * _tl.exp(0.442363293155713 * _tl.log(v)) * u0_0
     u0_1 = 0.04404574801811 * v + 1.558420184350027 * _tl.sqrt(v) - 1.383717971214795
-    q1 = u0_1 * _tl.exp(0.032146736769376 * _rt.power(-v - 2.119885089843949, 3)) + 1.0
+    q1 = u0_1 * _tl.exp(0.032146736769376 * _tiles.power(-v - 2.119885089843949, 3)) + 1.0
     return _tl.where(code < 1, q0, q1)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_inverted_published_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_inverted_published_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -151,7 +152,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="gelu_inverted_published-207392d0da80f9c5",
+        key="gelu_inverted_published-01490d38ac8c6ee6",
         name="gelu_inverted_published",
         bits=1,
         borders={

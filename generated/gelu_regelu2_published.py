@@ -13,20 +13,21 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluRegelu2Published", "gelu_regelu2_published"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -3.1858808994293213,
         -0.0011788213159888983,
         3.1908326148986816,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.0,
         -0.049222610890865326,
@@ -36,37 +37,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.ndtr(x)
+    return x * _tiles.ndtr(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.ndtr_half(x)
+    return x * _tiles.ndtr_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=4)
+    return _tiles.pick(code, _LEVELS, size=4)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=2)
+    return _tiles.encode(x, _BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_regelu2_published_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=2)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_regelu2_published_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -75,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_regelu2_published-66b0cce2cb85cb73",
+        key="gelu_regelu2_published-306f560d133ed580",
         name="gelu_regelu2_published",
         bits=2,
         borders=_BORDERS.value,

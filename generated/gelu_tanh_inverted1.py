@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["GeluTanhInverted1", "gelu_tanh_inverted1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -0.7524614334106445,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.41235923767089844, 2.2402541637420654,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     0.0, 0.07374642789363861,
     0.0, -0.6064679622650146,
     0.0, 1.9674266576766968,
@@ -41,7 +42,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -4.531792365014553e-05, 0.007996688596904278,
     1.1855239012703578e-10, -1.7147817743534688e-07,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, 0.04949507489800453,
     0.9638554453849792, -0.23759476840496063,
     -1.0, 0.5299291014671326,
@@ -51,14 +52,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.007902150973677635, -0.17646463215351105,
     5.140558278071694e-05, 0.008630622178316116,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -0.7524614334106445,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.010903277434408665, 0.010903277434408665,
     0.41220730543136597, 2.011228561401367,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, -0.2724270522594452,
     0.0, 1.7007064819335938,
     0.0, -4.037259101867676,
@@ -68,17 +69,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -1.0455902814865112, 0.8459157943725586,
     -5.458851433104428e-07, 0.0021671063732355833,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -0.7524614334106445,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.4123137295246124, 2.0724480152130127,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     5415.619140625, 0.0,
     -7572.46923828125, 0.0,
     4209.49072265625, 0.0,
@@ -88,7 +89,7 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.5354292392730713, 0.009220298379659653,
     -0.003374893916770816, 5.169044743524864e-05,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     0.0, 0.09618816524744034,
     0.0, -0.4350271224975586,
     0.0, 0.872222900390625,
@@ -99,25 +100,25 @@ _FLOAT16_DENOMINATOR = _rt.constexpr((
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(1.5957691216057308 * (x + 0.044715 * _rt.power(x, 3)))
+    return x * _tiles.sigmoid(1.5957691216057308 * (x + 0.044715 * _tiles.power(x, 3)))
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(1.5957691216057308 * (x + 0.044715 * _rt.power(x, 3)))
+    return x * _tiles.sigmoid_half(1.5957691216057308 * (x + 0.044715 * _tiles.power(x, 3)))
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.17004075646400452, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.17004075646400452, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -129,15 +130,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.17004075646400452, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.17004075646400452, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -149,15 +150,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.17004075646400452, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.17004075646400452, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -169,24 +170,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_tanh_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def gelu_tanh_inverted1_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -231,7 +232,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="gelu_tanh_inverted1-e49199b682a76fb4",
+        key="gelu_tanh_inverted1-0e399c9af0ff0eda",
         name="gelu_tanh_inverted1",
         bits=1,
         borders={

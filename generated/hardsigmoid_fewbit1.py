@@ -14,14 +14,15 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["HardsigmoidFewbit1", "hardsigmoid_fewbit1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-_BORDERS = _rt.constexpr((2.999999761581421,))
-_LEVELS = _rt.constexpr(
+_BORDERS = _tiles.constexpr((2.999999761581421,))
+_LEVELS = _tiles.constexpr(
     (
         0.1666666716337204,
         0.0,
@@ -29,29 +30,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x >= 3.0, 1.0, _tl.where(x <= -3.0, 0.0, 0.16666666666666666 * x + 0.5))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=2)
+    return _tiles.pick(code, _LEVELS, size=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(_tl.abs(x), _BORDERS, bits=1)
+    return _tiles.encode(_tl.abs(x), _BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def hardsigmoid_fewbit1_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=1)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def hardsigmoid_fewbit1_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -60,7 +61,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="hardsigmoid_fewbit1-77060793493797b6",
+        key="hardsigmoid_fewbit1-1e2e5817bb470ddc",
         name="hardsigmoid_fewbit1",
         bits=1,
         borders=_BORDERS.value,

@@ -13,13 +13,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["HardswishFewbit3", "hardswish_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -3.0,
         -2.0,
@@ -30,7 +31,7 @@ _BORDERS = _rt.constexpr(
         2.999999761581421,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.0,
         -0.3333333432674408,
@@ -44,29 +45,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x >= 3.0, x, _tl.where(x <= -3.0, 0.0, 0.16666666666666666 * x * (x + 3.0)))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=3)
+    return _tiles.encode(x, _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def hardswish_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def hardswish_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -75,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="hardswish_fewbit3-10d7e4ef034bb1d9",
+        key="hardswish_fewbit3-3a3657e824e88c2b",
         name="hardswish_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -14,37 +14,38 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["HardswishInverted2", "hardswish_inverted2"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -3.0, -1.5, 2.999999761581421,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.0,
     0.0, 0.6123723387718201, 1.8371171951293945, 0.0,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     0.0, -0.8164966106414795, 0.8164966106414795, 0.0,
     0.0, 0.0, 0.0, 1.0,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0, 1.0, 1.0,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -3.0, -1.5, 2.999999761581421,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.0,
     0.0, 0.605985164642334, 1.832859754562378, 0.0,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 0.0, -0.41937965154647827, 0.0,
     0.0, 0.0, 2.718005657196045, 0.0,
     0.0, 0.0, -6.975316047668457, 0.0,
@@ -54,17 +55,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     0.0, -0.5318663716316223, 0.525481641292572, 0.0,
     0.0, -0.01081598550081253, 0.010844814591109753, 1.0,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0, 1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -3.0, -1.5, 2.999999761581421,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.0,
     0.0, 0.6115749478340149, 1.8365856409072876, 0.0,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 317.79132080078125, 0.0, 0.0,
     0.0, -693.3311157226562, 0.0, 0.0,
     0.0, 598.8546752929688, 0.0, 0.0,
@@ -74,7 +75,7 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     0.0, -0.4922035336494446, 0.01536921039223671, 0.0,
     0.0, -0.004285155329853296, 9.686587145552039e-05, 1.0,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     0.0, 0.0, -0.010786542668938637, 0.0,
     0.0, 0.0, 0.031923677772283554, 0.0,
     0.0, 0.0, 1.0, 0.0,
@@ -83,20 +84,20 @@ _FLOAT16_DENOMINATOR = _rt.constexpr((
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x >= 3.0, x, _tl.where(x <= -3.0, 0.0, 0.16666666666666666 * x * (x + 3.0)))
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=2)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.375, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.375, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -108,15 +109,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=2)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.375, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.375, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -128,15 +129,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=2)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.375, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.375, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -148,24 +149,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def hardswish_inverted2_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value, _code_bfloat16, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_bfloat16, bits=2)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float16, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float16, bits=2)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def hardswish_inverted2_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=2)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=2)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -210,7 +211,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="hardswish_inverted2-376587cce1e985b8",
+        key="hardswish_inverted2-3cd4cdbd90cbd26b",
         name="hardswish_inverted2",
         bits=2,
         borders={

@@ -14,14 +14,15 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["LeakyReluFewbit1", "leaky_relu_fewbit1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr((0.0,))
-_LEVELS = _rt.constexpr(
+_BORDERS = _tiles.constexpr((0.0,))
+_LEVELS = _tiles.constexpr(
     (
         0.009999999776482582,
         1.0,
@@ -29,29 +30,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x > 0.0, x, 0.01 * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=2)
+    return _tiles.pick(code, _LEVELS, size=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=1)
+    return _tiles.encode(x, _BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def leaky_relu_fewbit1_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=1)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def leaky_relu_fewbit1_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -60,7 +61,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="leaky_relu_fewbit1-9383b4fd21018d28",
+        key="leaky_relu_fewbit1-48104f1028ac7a7d",
         name="leaky_relu_fewbit1",
         bits=1,
         borders=_BORDERS.value,

@@ -13,30 +13,31 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["LeakyReluOutput", "leaky_relu_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x > 0.0, x, 0.01 * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
     return _tl.where(y > 0.0, 1.0, 0.01)
 
 
-@_rt.jit
+@_tiles.jit
 def leaky_relu_output_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def leaky_relu_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -49,7 +50,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="leaky_relu_output-cacf4a19a25fb649",
+        key="leaky_relu_output-e8e660147a17fb09",
         name="leaky_relu_output",
         value=_torch_value,
         derivative=_torch_derivative,

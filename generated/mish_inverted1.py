@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["MishInverted1", "mish_inverted1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -1.1924312114715576,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.5557329654693604, 2.8667542934417725,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     47.164371490478516, 0.0,
     -85.17568969726562, 0.023704510182142258,
     60.90243148803711, -0.08903011679649353,
@@ -40,7 +41,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -0.7198166847229004, 0.4042244851589203,
     -5.071554915048182e-05, 2.8026586733176373e-05,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, 0.17176763713359833,
     0.0, -0.5967302918434143,
     0.0, 1.0,
@@ -48,14 +49,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.0, 0.10573704540729523,
     1.0, 0.5573049187660217,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -1.1924312114715576,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.015800444409251213, 0.015800444409251213,
     0.5550602674484253, 2.3310606479644775,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 0.04436298832297325,
     0.0, -0.4796222448348999,
     0.0, 1.8318538665771484,
@@ -65,17 +66,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -0.8116449117660522, 0.7797045707702637,
     0.0013826010981574655, 0.0012112787226215005,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -1.1924312114715576,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.0023480693344026804, 0.0023480693344026804,
     0.5555108785629272, 2.453524112701416,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, -0.06564703583717346,
     0.0, 0.7669427990913391,
     0.0, -3.676297426223755,
@@ -87,31 +88,31 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.6606700420379639, 0.6231269836425781,
     -0.0018533836118876934, 0.0024024141021072865,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.tanh_softplus(x)
+    return x * _tiles.tanh_softplus(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.tanh_softplus_half(x)
+    return x * _tiles.tanh_softplus_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.3088434040546417, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.3088434040546417, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -123,15 +124,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.3088434040546417, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.3088434040546417, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -143,15 +144,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.3088434040546417, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.3088434040546417, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -163,24 +164,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def mish_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def mish_inverted1_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -225,7 +226,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="mish_inverted1-b54138fc0ec19c44",
+        key="mish_inverted1-acc573de7f24bc51",
         name="mish_inverted1",
         bits=1,
         borders={

@@ -11,43 +11,44 @@ All else is recomputed in backward, and the output too for a layer that follows:
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["PreluRecompute", "prelu_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x, weight):
     return _tl.where(x > 0.0, x, weight * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(x, weight):
     return _tl.where(x > 0.0, 1.0, weight)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_weight(x, weight):
     return _tl.where(x > 0.0, 0.0, x)
 
 
-@_rt.jit
-def _gradient(x, weight, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient(x, weight, _which: _tiles.constexpr):
     return _by_weight(x, weight)
 
 
-@_rt.jit
+@_tiles.jit
 def prelu_recompute_forward(x, y, numbers, channels, inner, n):
-    _rt.learned_forward_tile(
+    _tiles.learned_forward_tile(
         x, y, numbers, channels, inner, n,
         _value, count=1,
     )  # fmt: skip
 
 
-@_rt.jit
+@_tiles.jit
 def prelu_recompute_backward(dy, saved, numbers, dx, sums, channels, inner, rows):
-    _rt.learned_backward_block(
+    _tiles.learned_backward_block(
         dy, saved, numbers, dx, sums, channels, inner, rows,
         _derivative, _gradient, count=1,
     )  # fmt: skip
@@ -67,7 +68,7 @@ def _torch_by_weight(x, weight):
 
 _KEY = _rt.register(
     _rt.Learned(
-        key="prelu_recompute-e9ef693170a4fbbb",
+        key="prelu_recompute-1d30c07a6984c70e",
         name="prelu_recompute",
         numbers=(_rt.Number("weight", 0.25, False),),
         value=_torch_value,

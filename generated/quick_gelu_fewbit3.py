@@ -12,13 +12,14 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["QuickGeluFewbit3", "quick_gelu_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -2.7126240730285645,
         -0.6659621596336365,
@@ -29,7 +30,7 @@ _BORDERS = _rt.constexpr(
         2.7126240730285645,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         -0.003642942290753126,
         -0.06626807898283005,
@@ -43,37 +44,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(1.702 * x)
+    return x * _tiles.sigmoid(1.702 * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(1.702 * x)
+    return x * _tiles.sigmoid_half(1.702 * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=3)
+    return _tiles.encode(x, _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def quick_gelu_fewbit3_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def quick_gelu_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 @_rt.reference_math.in_float32
@@ -83,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="quick_gelu_fewbit3-421a013c390b31e9",
+        key="quick_gelu_fewbit3-a44d8f13d1fb9b81",
         name="quick_gelu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

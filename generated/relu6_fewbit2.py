@@ -13,20 +13,21 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["Relu6Fewbit2", "relu6_fewbit2"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -9.994999885559082,
         0.0,
         5.999999523162842,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.0,
         0.0,
@@ -36,29 +37,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x >= 6.0, 6.0, _tl.where(x <= 0.0, 0.0, x))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=4)
+    return _tiles.pick(code, _LEVELS, size=4)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=2)
+    return _tiles.encode(x, _BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def relu6_fewbit2_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def relu6_fewbit2_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -67,7 +68,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="relu6_fewbit2-ab3a6b3c5c39926c",
+        key="relu6_fewbit2-418c8af624f432c5",
         name="relu6_fewbit2",
         bits=2,
         borders=_BORDERS.value,

@@ -13,30 +13,31 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["Relu6Output", "relu6_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
     return _tl.where(x >= 6.0, 6.0, _tl.where(x <= 0.0, 0.0, x))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
     return _tl.where(y >= 6.0, 0.0, _tl.where(y > 0.0, 1.0, 0.0))
 
 
-@_rt.jit
+@_tiles.jit
 def relu6_output_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def relu6_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -49,7 +50,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="relu6_output-800f5edc4913f588",
+        key="relu6_output-d1fc2f625b46ed71",
         name="relu6_output",
         value=_torch_value,
         derivative=_torch_derivative,

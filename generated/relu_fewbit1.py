@@ -13,14 +13,15 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["ReluFewbit1", "relu_fewbit1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr((0.0,))
-_LEVELS = _rt.constexpr(
+_BORDERS = _tiles.constexpr((0.0,))
+_LEVELS = _tiles.constexpr(
     (
         0.0,
         1.0,
@@ -28,29 +29,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.relu(x)
+    return _tiles.relu(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=2)
+    return _tiles.pick(code, _LEVELS, size=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=1)
+    return _tiles.encode(x, _BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def relu_fewbit1_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=1)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def relu_fewbit1_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -59,7 +60,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="relu_fewbit1-227c5f3ddcbc6285",
+        key="relu_fewbit1-2cff05f04c6e7f6c",
         name="relu_fewbit1",
         bits=1,
         borders=_BORDERS.value,

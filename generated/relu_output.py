@@ -13,30 +13,31 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["ReluOutput", "relu_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.relu(x)
+    return _tiles.relu(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
     return _tl.where(y > 0.0, 1.0, 0.0)
 
 
-@_rt.jit
+@_tiles.jit
 def relu_output_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def relu_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -49,7 +50,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="relu_output-7abcd9942f73001a",
+        key="relu_output-9493acf650a3e31a",
         name="relu_output",
         value=_torch_value,
         derivative=_torch_derivative,

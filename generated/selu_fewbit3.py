@@ -13,13 +13,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SeluFewbit3", "selu_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -3.0804009437561035,
         -1.9494339227676392,
@@ -30,7 +31,7 @@ _BORDERS = _rt.constexpr(
         0.0,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.011660897172987461,
         0.1498761922121048,
@@ -44,37 +45,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _rt.expm1(x))
+    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _tiles.expm1(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _rt.expm1_half(x))
+    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _tiles.expm1_half(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=3)
+    return _tiles.encode(x, _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def selu_fewbit3_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def selu_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -83,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="selu_fewbit3-9225c46d439aa471",
+        key="selu_fewbit3-d95abaef34ace90c",
         name="selu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

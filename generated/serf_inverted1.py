@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SerfInverted1", "serf_inverted1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -1.1930599212646484,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.5902822613716125, 2.00974440574646,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     33.771244049072266, 0.0,
     -64.46819305419922, 0.011371498927474022,
     48.667945861816406, -0.18503320217132568,
@@ -40,7 +41,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -0.7665702104568481, 0.2699317932128906,
     -3.331908010295592e-05, 1.040093138726661e-05,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, -0.0492747537791729,
     0.0, 0.30040591955184937,
     0.0, -0.74589604139328,
@@ -49,14 +50,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.0, -0.13152413070201874,
     1.0, 0.3498535752296448,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -1.1930599212646484,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.0279501024633646, 0.0279501024633646,
     0.5895260572433472, 1.7735029458999634,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, -0.3959495723247528,
     0.0, 2.3338186740875244,
     0.0, -4.583439826965332,
@@ -65,17 +66,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -0.9197044968605042, 0.9862228035926819,
     0.009748660027980804, -0.010380173102021217,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -1.1930599212646484,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.0069847265258431435, 0.0069847265258431435,
     0.5900301933288574, 1.83147394657135,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, -0.39453017711639404,
     0.0, 2.060908555984497,
     0.0, -3.688375949859619,
@@ -85,31 +86,31 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.7857663035392761, 0.7945201992988586,
     0.0004705080937128514, -0.0008815263281576335,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _tl.erf(_rt.softplus(x))
+    return x * _tl.erf(_tiles.softplus(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _tl.erf(_rt.softplus_half(x))
+    return x * _tl.erf(_tiles.softplus_half(x))
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.34843745827674866, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.34843745827674866, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -121,15 +122,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.34843745827674866, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.34843745827674866, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -141,15 +142,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.34843745827674866, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.34843745827674866, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -161,24 +162,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def serf_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def serf_inverted1_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 @_rt.reference_math.in_float32
@@ -224,7 +225,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="serf_inverted1-cbbf0645e302f6ea",
+        key="serf_inverted1-1fc2a8249f2d3054",
         name="serf_inverted1",
         bits=1,
         borders={

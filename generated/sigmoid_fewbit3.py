@@ -13,13 +13,14 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SigmoidFewbit3", "sigmoid_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         0.7006698250770569,
         1.146384358406067,
@@ -30,7 +31,7 @@ _BORDERS = _rt.constexpr(
         4.369683265686035,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.24025048315525055,
         0.2030753195285797,
@@ -44,37 +45,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.sigmoid(x)
+    return _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return _rt.sigmoid_half(x)
+    return _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(_tl.abs(x), _BORDERS, bits=3)
+    return _tiles.encode(_tl.abs(x), _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def sigmoid_fewbit3_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def sigmoid_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -83,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="sigmoid_fewbit3-02f420900cbd0f49",
+        key="sigmoid_fewbit3-2edb49b3bdce1af1",
         name="sigmoid_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -13,14 +13,15 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SiluFewbit1", "silu_fewbit1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr((0.0,))
-_LEVELS = _rt.constexpr(
+_BORDERS = _tiles.constexpr((0.0,))
+_LEVELS = _tiles.constexpr(
     (
         4.539786823443137e-05,
         0.9999545812606812,
@@ -28,37 +29,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=2)
+    return _tiles.pick(code, _LEVELS, size=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=1)
+    return _tiles.encode(x, _BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_fewbit1_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_fewbit1_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -67,7 +68,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_fewbit1-32bf3caa20f24412",
+        key="silu_fewbit1-37c60f9fdd1b86d0",
         name="silu_fewbit1",
         bits=1,
         borders=_BORDERS.value,

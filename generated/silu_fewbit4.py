@@ -13,13 +13,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SiluFewbit4", "silu_fewbit4"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -5.193272590637207,
         -3.729621410369873,
@@ -38,7 +39,7 @@ _BORDERS = _rt.constexpr(
         5.193272590637207,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         -0.0058728368021547794,
         -0.04013027250766754,
@@ -60,37 +61,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=16)
+    return _tiles.pick(code, _LEVELS, size=16)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=4)
+    return _tiles.encode(x, _BORDERS, bits=4)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_fewbit4_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=4)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=4)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=4)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=4)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_fewbit4_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=4)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=4)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -99,7 +100,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_fewbit4-dc820edf68fcdfa7",
+        key="silu_fewbit4-3f7b12d444ca41bc",
         name="silu_fewbit4",
         bits=4,
         borders=_BORDERS.value,

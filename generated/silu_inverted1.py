@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SiluInverted1", "silu_inverted1"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -1.2784645557403564,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.5276933312416077, 3.9183013439178467,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     11.763773918151855, 0.006874240934848785,
     -16.877756118774414, -0.05209454149007797,
     9.072498321533203, 0.3903549313545227,
@@ -39,7 +40,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -0.6700440049171448, 0.6589593887329102,
     4.921541767544113e-05, -2.7954534743912518e-05,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, 0.04521068558096886,
     0.0, -0.12626218795776367,
     0.0, 0.22045394778251648,
@@ -47,14 +48,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.0, -0.22005681693553925,
     1.0, 1.0,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -1.2784645557403564,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.527060866355896, 3.137031078338623,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 0.01522437296807766,
     0.0, -0.23971672356128693,
     0.0, 1.6043105125427246,
@@ -67,17 +68,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -0.5860472917556763, 0.5289726853370667,
     -0.001120633678510785, 0.00033995858393609524,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -1.2784645557403564,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.0, 0.0,
     0.5274819731712341, 3.3232648372650146,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     -84.68408966064453, 0.0,
     135.48861694335938, 0.012604029849171638,
     -80.93816375732422, 0.06937867403030396,
@@ -86,7 +87,7 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.546631932258606, 0.0024246969260275364,
     -0.0004197947564534843, 4.001073648396414e-06,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     0.0, -0.010335431434214115,
     0.0, 0.13419368863105774,
     0.0, -0.49645334482192993,
@@ -98,25 +99,25 @@ _FLOAT16_DENOMINATOR = _rt.constexpr((
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.27846455574035645, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.27846455574035645, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -128,15 +129,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.27846455574035645, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.27846455574035645, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -148,15 +149,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.27846455574035645, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.27846455574035645, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -168,24 +169,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def silu_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_inverted1_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -230,7 +231,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="silu_inverted1-a4f7fc15ef4e5b9e",
+        key="silu_inverted1-5aa6dfcbaaa163cb",
         name="silu_inverted1",
         bits=1,
         borders={

@@ -14,23 +14,24 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SiluInverted2", "silu_inverted2"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # A column for each code. ENDS: the interval that t is clamped to. Others: coefficients, the highest power first.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -1.2787928581237793, -1.2784645557403564, -1.2781202793121338,
 ))
-_FLOAT32_ENDS = _rt.constexpr((
+_FLOAT32_ENDS = _tiles.constexpr((
     0.0001726334885461256, 0.0, 0.0, 0.0001726334885461256,
     0.5276933312416077, 0.0001726334885461256, 0.0001726334885461256, 3.9183177947998047,
 ))
-_FLOAT32_NUMERATOR = _rt.constexpr((
+_FLOAT32_NUMERATOR = _tiles.constexpr((
     12.025668144226074, 0.0, 0.0, 0.008110323920845985,
     -17.34963035583496, 0.0, 0.0, -0.03961523622274399,
     9.401810646057129, 0.0, 0.0, 0.3742411732673645,
@@ -39,7 +40,7 @@ _FLOAT32_NUMERATOR = _rt.constexpr((
     -0.6713691353797913, -0.6599204540252686, 0.6601197719573975, 0.6583521366119385,
     7.614862261107191e-05, 0.0, 0.0, -6.927981758053647e-06,
 ))
-_FLOAT32_DENOMINATOR = _rt.constexpr((
+_FLOAT32_DENOMINATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.07753092795610428,
     0.0, 0.0, 0.0, -0.2664698660373688,
     0.0, 0.0, 0.0, 0.5137715935707092,
@@ -47,14 +48,14 @@ _FLOAT32_DENOMINATOR = _rt.constexpr((
     0.0, 0.0, 0.0, 0.05122755095362663,
     1.0, 1.0, 1.0, 1.0,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -1.34765625, -1.2784645557403564, -1.19140625,
 ))
-_BFLOAT16_ENDS = _rt.constexpr((
+_BFLOAT16_ENDS = _tiles.constexpr((
     0.03347843512892723, 0.0, 0.0, 0.03347843512892723,
     0.5273539423942566, 0.03347843512892723, 0.03347843512892723, 3.2447595596313477,
 ))
-_BFLOAT16_NUMERATOR = _rt.constexpr((
+_BFLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.0014427320566028357,
     0.0, 0.0, 0.0, -0.007714584469795227,
     0.0, 0.0, 0.0, -0.021011341363191605,
@@ -65,17 +66,17 @@ _BFLOAT16_NUMERATOR = _rt.constexpr((
     -0.6166736483573914, -0.21820351481437683, 0.29590949416160583, 0.6341705918312073,
     -0.0011532377684488893, -0.00392488669604063, 0.0037089060060679913, 0.0017047087894752622,
 ))
-_BFLOAT16_DENOMINATOR = _rt.constexpr((
+_BFLOAT16_DENOMINATOR = _tiles.constexpr((
     1.0, 1.0, 1.0, 1.0,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -1.30810546875, -1.2784645557403564, -1.24560546875,
 ))
-_FLOAT16_ENDS = _rt.constexpr((
+_FLOAT16_ENDS = _tiles.constexpr((
     0.012010131031274796, 0.0, 0.0, 0.012010131031274796,
     0.5275797247886658, 0.012010131031274796, 0.012010131031274796, 3.421717643737793,
 ))
-_FLOAT16_NUMERATOR = _rt.constexpr((
+_FLOAT16_NUMERATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.006479089148342609,
     0.0, 0.0, 0.0, 0.03686043247580528,
     0.0, 0.0, 0.0, -0.04653121158480644,
@@ -84,7 +85,7 @@ _FLOAT16_NUMERATOR = _rt.constexpr((
     -0.6385531425476074, -0.26032793521881104, 0.30767467617988586, -0.0023253324907273054,
     -0.0006426956388168037, -0.0015504402108490467, 0.0015343849081546068, 3.0656457965960726e-05,
 ))
-_FLOAT16_DENOMINATOR = _rt.constexpr((
+_FLOAT16_DENOMINATOR = _tiles.constexpr((
     0.0, 0.0, 0.0, 0.11932020634412766,
     0.0, 0.0, 0.0, -0.4795023202896118,
     0.0, 0.0, 0.0, 0.9243625402450562,
@@ -95,25 +96,25 @@ _FLOAT16_DENOMINATOR = _rt.constexpr((
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=2)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
-    t = _rt.radical(y + 0.27846455574035645, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.27846455574035645, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT32_ENDS,
@@ -125,15 +126,15 @@ def _derivative_float32(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=2)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
-    t = _rt.radical(y + 0.27846455574035645, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.27846455574035645, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_BFLOAT16_ENDS,
@@ -145,15 +146,15 @@ def _derivative_bfloat16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=2)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
-    t = _rt.radical(y + 0.27846455574035645, order=2, side=1)
-    return _rt.quotient(
+    t = _tiles.radical(y + 0.27846455574035645, order=2, side=1)
+    return _tiles.quotient(
         t,
         code,
         ends=_FLOAT16_ENDS,
@@ -165,24 +166,24 @@ def _derivative_float16(y, code):
     )
 
 
-@_rt.jit
+@_tiles.jit
 def silu_inverted2_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=2)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=2)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_inverted2_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=2)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=2)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=2)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -227,7 +228,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="silu_inverted2-473da243855b720e",
+        key="silu_inverted2-02e2ac974e89f636",
         name="silu_inverted2",
         bits=2,
         borders={

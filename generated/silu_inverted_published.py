@@ -14,108 +14,109 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SiluInvertedPublished", "silu_inverted_published"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # The code of x is how many borders are less than x.
 # Every number is a float32.
 # fmt: off
-_FLOAT32_BORDERS = _rt.constexpr((
+_FLOAT32_BORDERS = _tiles.constexpr((
     -1.2784645557403564,
 ))
-_BFLOAT16_BORDERS = _rt.constexpr((
+_BFLOAT16_BORDERS = _tiles.constexpr((
     -1.2784645557403564,
 ))
-_FLOAT16_BORDERS = _rt.constexpr((
+_FLOAT16_BORDERS = _tiles.constexpr((
     -1.2784645557403564,
 ))
 # fmt: on
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float32(x):
-    return _rt.encode(x, _FLOAT32_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT32_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float32(y, code):
     y = _tl.clamp(y, -0.2784645427610738, 1000.0, propagate_nan=_tl.PropagateNan.ALL)
     v = y + 0.2784645427610738
     code = code & 1
-    u0_0 = _rt.power(v, 2)
+    u0_0 = _tiles.power(v, 2)
     q0 = 0.357494204859375 * u0_0 + 0.079631397669175 * v + 0.217177007595768 - 0.507684370508263 * _tl.sqrt(v)
     u0_1 = 0.848589647031652 * _tl.sqrt(v) - 0.162990512595109 * v - 1.31085640213098
-    q1 = u0_1 * _tl.exp(0.002696163985044 * _rt.power(-v - 5.770613302664509, 3)) + 1.0
+    q1 = u0_1 * _tl.exp(0.002696163985044 * _tiles.power(-v - 5.770613302664509, 3)) + 1.0
     q = _tl.where(code < 1, q0, q1)
     return q * (1.0 - y) + y
 
 
-@_rt.jit
+@_tiles.jit
 def _code_bfloat16(x):
-    return _rt.encode(x, _BFLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _BFLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_bfloat16(y, code):
     y = _tl.clamp(y, -0.2784645427610738, 1000.0, propagate_nan=_tl.PropagateNan.ALL)
     v = y + 0.2784645427610738
     code = code & 1
-    u0_0 = _rt.power(v, 2)
+    u0_0 = _tiles.power(v, 2)
     q0 = 0.357494204859375 * u0_0 + 0.079631397669175 * v + 0.217177007595768 - 0.507684370508263 * _tl.sqrt(v)
     u0_1 = 0.848589647031652 * _tl.sqrt(v) - 0.162990512595109 * v - 1.31085640213098
-    q1 = u0_1 * _tl.exp(0.002696163985044 * _rt.power(-v - 5.770613302664509, 3)) + 1.0
+    q1 = u0_1 * _tl.exp(0.002696163985044 * _tiles.power(-v - 5.770613302664509, 3)) + 1.0
     q = _tl.where(code < 1, q0, q1)
     return q * (1.0 - y) + y
 
 
-@_rt.jit
+@_tiles.jit
 def _code_float16(x):
-    return _rt.encode(x, _FLOAT16_BORDERS, bits=1)
+    return _tiles.encode(x, _FLOAT16_BORDERS, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_float16(y, code):
     y = _tl.clamp(y, -0.2784645427610738, 1000.0, propagate_nan=_tl.PropagateNan.ALL)
     v = y + 0.2784645427610738
     code = code & 1
-    u0_0 = _rt.power(v, 2)
+    u0_0 = _tiles.power(v, 2)
     q0 = 0.357494204859375 * u0_0 + 0.079631397669175 * v + 0.217177007595768 - 0.507684370508263 * _tl.sqrt(v)
     u0_1 = 0.848589647031652 * _tl.sqrt(v) - 0.162990512595109 * v - 1.31085640213098
-    q1 = u0_1 * _tl.exp(0.002696163985044 * _rt.power(-v - 5.770613302664509, 3)) + 1.0
+    q1 = u0_1 * _tl.exp(0.002696163985044 * _tiles.power(-v - 5.770613302664509, 3)) + 1.0
     q = _tl.where(code < 1, q0, q1)
     return q * (1.0 - y) + y
 
 
-@_rt.jit
+@_tiles.jit
 def silu_inverted_published_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code_float16, bits=1)
     else:
-        _rt.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
+        _tiles.forward_tile(x, y, codes, n, _value, _code_float32, bits=1)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_inverted_published_backward(dy, y, codes, dx, n):
     if y.dtype.element_ty == _tl.bfloat16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_bfloat16, bits=1)
     elif y.dtype.element_ty == _tl.float16:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float16, bits=1)
     else:
-        _rt.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
+        _tiles.backward_tile(dy, y, codes, dx, n, _derivative_float32, bits=1)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -157,7 +158,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="silu_inverted_published-37854ae7cc7708d3",
+        key="silu_inverted_published-56e8f0f8b7d4f8bd",
         name="silu_inverted_published",
         bits=1,
         borders={

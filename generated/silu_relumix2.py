@@ -13,20 +13,21 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SiluRelumix2", "silu_relumix2"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -6.3199334144592285,
         0.0,
         6.3199334144592285,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.0,
         -0.04052429273724556,
@@ -36,37 +37,37 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=4)
+    return _tiles.pick(code, _LEVELS, size=4)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=2)
+    return _tiles.encode(x, _BORDERS, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_relumix2_forward(x, y, codes, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value, _code, bits=2)
     else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
+        _tiles.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
 
 
-@_rt.jit
+@_tiles.jit
 def silu_relumix2_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -75,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_relumix2-796168acca02b771",
+        key="silu_relumix2-94691b8d857ef762",
         name="silu_relumix2",
         bits=2,
         borders=_BORDERS.value,

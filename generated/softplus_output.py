@@ -13,38 +13,39 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SoftplusOutput", "softplus_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.softplus(x)
+    return _tiles.softplus(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return _rt.softplus_half(x)
+    return _tiles.softplus_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return -_rt.expm1(-y)
+    return -_tiles.expm1(-y)
 
 
-@_rt.jit
+@_tiles.jit
 def softplus_output_forward(x, y, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+        _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
     else:
-        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
+        _tiles.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def softplus_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -57,7 +58,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="softplus_output-3bb7bedf0513ca54",
+        key="softplus_output-3fc636587260d415",
         name="softplus_output",
         value=_torch_value,
         derivative=_torch_derivative,

@@ -13,13 +13,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SoftsignFewbit3", "softsign_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         0.12820513546466827,
         0.29411765933036804,
@@ -30,7 +31,7 @@ _BORDERS = _rt.constexpr(
         3.8888888359069824,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.8863636255264282,
         0.6849173307418823,
@@ -44,29 +45,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.softsign(x)
+    return _tiles.softsign(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(_tl.abs(x), _BORDERS, bits=3)
+    return _tiles.encode(_tl.abs(x), _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def softsign_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def softsign_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -75,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="softsign_fewbit3-07fc2dbd8130e698",
+        key="softsign_fewbit3-06220c3ab0af9f8a",
         name="softsign_fewbit3",
         bits=3,
         borders=_BORDERS.value,

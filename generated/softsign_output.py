@@ -13,30 +13,31 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SoftsignOutput", "softsign_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.softsign(x)
+    return _tiles.softsign(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.power(1.0 - _tl.abs(y), 2)
+    return _tiles.power(1.0 - _tl.abs(y), 2)
 
 
-@_rt.jit
+@_tiles.jit
 def softsign_output_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def softsign_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -49,7 +50,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="softsign_output-ef14d83141e12572",
+        key="softsign_output-8037d09304c1ad43",
         name="softsign_output",
         value=_torch_value,
         derivative=_torch_derivative,

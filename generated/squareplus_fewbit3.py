@@ -12,13 +12,14 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SquareplusFewbit3", "squareplus_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         -3.330869674682617,
         -1.6396077871322632,
@@ -29,7 +30,7 @@ _BORDERS = _rt.constexpr(
         3.330869674682617,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.02671114355325699,
         0.11596383154392242,
@@ -43,29 +44,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.squareplus(x)
+    return _tiles.squareplus(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(x, _BORDERS, bits=3)
+    return _tiles.encode(x, _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def squareplus_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def squareplus_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 @_rt.reference_math.in_float32
@@ -75,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="squareplus_fewbit3-7ea2e6c1cc093e62",
+        key="squareplus_fewbit3-b3b0807c9958e346",
         name="squareplus_fewbit3",
         bits=3,
         borders=_BORDERS.value,

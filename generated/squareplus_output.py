@@ -12,30 +12,31 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SquareplusOutput", "squareplus_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.squareplus(x)
+    return _tiles.squareplus(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return 1.0 / (1.0 / _rt.power(y, 2) + 1.0)
+    return 1.0 / (1.0 / _tiles.power(y, 2) + 1.0)
 
 
-@_rt.jit
+@_tiles.jit
 def squareplus_output_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def squareplus_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 @_rt.reference_math.in_float32
@@ -49,7 +50,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="squareplus_output-28268626164f9e9f",
+        key="squareplus_output-fa4a17268a4801db",
         name="squareplus_output",
         value=_torch_value,
         derivative=_torch_derivative,

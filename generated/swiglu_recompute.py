@@ -11,71 +11,72 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SwigluRecompute", "swiglu_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _a(x):
-    return x * _rt.sigmoid(x)
+    return x * _tiles.sigmoid(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _b(x):
     return x
 
 
-@_rt.jit
+@_tiles.jit
 def _a_half(x):
-    return x * _rt.sigmoid_half(x)
+    return x * _tiles.sigmoid_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _b_half(x):
     return x
 
 
-@_rt.jit
+@_tiles.jit
 def _a_derivative(x):
-    u0 = _rt.sigmoid(x)
-    return x * u0 * _rt.sigmoid(-x) + u0
+    u0 = _tiles.sigmoid(x)
+    return x * u0 * _tiles.sigmoid(-x) + u0
 
 
-@_rt.jit
+@_tiles.jit
 def _a_derivative_half(x):
-    u0 = _rt.sigmoid_half(x)
-    return x * u0 * _rt.sigmoid_half(-x) + u0
+    u0 = _tiles.sigmoid_half(x)
+    return x * u0 * _tiles.sigmoid_half(-x) + u0
 
 
-@_rt.jit
+@_tiles.jit
 def _b_derivative(x):
     return 1.0
 
 
-@_rt.jit
+@_tiles.jit
 def _b_derivative_half(x):
     return 1.0
 
 
-@_rt.jit
+@_tiles.jit
 def swiglu_recompute_forward(g, u, h, width_g, stride_g, width_u, stride_u, n):
     if h.dtype.element_ty == _tl.float32:
-        _rt.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a, _b)
+        _tiles.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a, _b)
     else:
-        _rt.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a_half, _b_half)
+        _tiles.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a_half, _b_half)
 
 
-@_rt.jit
+@_tiles.jit
 def swiglu_recompute_backward(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n):
     if dh.dtype.element_ty == _tl.float32:
-        _rt.gate_backward_tile(
+        _tiles.gate_backward_tile(
             dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n,
             _a, _a_derivative, _b, _b_derivative,
         )  # fmt: skip
     else:
-        _rt.gate_backward_tile(
+        _tiles.gate_backward_tile(
             dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n,
             _a_half, _a_derivative_half, _b_half, _b_derivative_half,
         )  # fmt: skip
@@ -91,7 +92,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Gate(
-        key="swiglu_recompute-2dca6ea91913a1db",
+        key="swiglu_recompute-abf76a4532ca7b6f",
         name="swiglu_recompute",
         a=_torch_a,
         b=_torch_b,

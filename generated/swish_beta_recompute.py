@@ -11,77 +11,78 @@ All else is recomputed in backward, and the output too for a layer that follows:
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["SwishBetaRecompute", "swish_beta_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x, beta):
-    return x * _rt.sigmoid(beta * x)
+    return x * _tiles.sigmoid(beta * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x, beta):
-    return x * _rt.sigmoid_half(beta * x)
+    return x * _tiles.sigmoid_half(beta * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(x, beta):
-    u0 = _rt.sigmoid(beta * x)
-    return beta * x * u0 * _rt.sigmoid(-beta * x) + u0
+    u0 = _tiles.sigmoid(beta * x)
+    return beta * x * u0 * _tiles.sigmoid(-beta * x) + u0
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_half(x, beta):
-    u0 = _rt.sigmoid_half(beta * x)
-    return beta * x * u0 * _rt.sigmoid_half(-beta * x) + u0
+    u0 = _tiles.sigmoid_half(beta * x)
+    return beta * x * u0 * _tiles.sigmoid_half(-beta * x) + u0
 
 
-@_rt.jit
+@_tiles.jit
 def _by_beta(x, beta):
-    return _rt.power(x, 2) * _rt.sigmoid(beta * x) * _rt.sigmoid(-beta * x)
+    return _tiles.power(x, 2) * _tiles.sigmoid(beta * x) * _tiles.sigmoid(-beta * x)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_beta_half(x, beta):
-    return _rt.power(x, 2) * _rt.sigmoid_half(beta * x) * _rt.sigmoid_half(-beta * x)
+    return _tiles.power(x, 2) * _tiles.sigmoid_half(beta * x) * _tiles.sigmoid_half(-beta * x)
 
 
-@_rt.jit
-def _gradient(x, beta, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient(x, beta, _which: _tiles.constexpr):
     return _by_beta(x, beta)
 
 
-@_rt.jit
-def _gradient_half(x, beta, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient_half(x, beta, _which: _tiles.constexpr):
     return _by_beta_half(x, beta)
 
 
-@_rt.jit
+@_tiles.jit
 def swish_beta_recompute_forward(x, y, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.learned_forward_tile(
+        _tiles.learned_forward_tile(
             x, y, numbers, channels, inner, n,
             _value, count=1,
         )  # fmt: skip
     else:
-        _rt.learned_forward_tile(
+        _tiles.learned_forward_tile(
             x, y, numbers, channels, inner, n,
             _value_half, count=1,
         )  # fmt: skip
 
 
-@_rt.jit
+@_tiles.jit
 def swish_beta_recompute_backward(dy, saved, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative, _gradient, count=1,
         )  # fmt: skip
     else:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative_half, _gradient_half, count=1,
         )  # fmt: skip
@@ -102,7 +103,7 @@ def _torch_by_beta(x, beta):
 
 _KEY = _rt.register(
     _rt.Learned(
-        key="swish_beta_recompute-eb0c6244c8a834c3",
+        key="swish_beta_recompute-df7969aaff47f020",
         name="swish_beta_recompute",
         numbers=(_rt.Number("beta", 1.0, False),),
         value=_torch_value,

@@ -12,38 +12,39 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 import torch as _torch
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["TanhOutput", "tanh_output"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return _rt.tanh(x)
+    return _tiles.tanh(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x):
-    return _rt.tanh_half(x)
+    return _tiles.tanh_half(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return 1.0 - _rt.power(y, 2)
+    return 1.0 - _tiles.power(y, 2)
 
 
-@_rt.jit
+@_tiles.jit
 def tanh_output_forward(x, y, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+        _tiles.forward_tile(x, y, None, n, _value, None, bits=0)
     else:
-        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
+        _tiles.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
-@_rt.jit
+@_tiles.jit
 def tanh_output_backward(dy, y, dx, n):
-    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
+    _tiles.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -56,7 +57,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Output(
-        key="tanh_output-0a792f0a4c546dbb",
+        key="tanh_output-fe630191787042d9",
         name="tanh_output",
         value=_torch_value,
         derivative=_torch_derivative,

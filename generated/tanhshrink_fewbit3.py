@@ -14,13 +14,14 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["TanhshrinkFewbit3", "tanhshrink_fewbit3"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-_BORDERS = _rt.constexpr(
+_BORDERS = _tiles.constexpr(
     (
         0.35356125235557556,
         0.5790032744407654,
@@ -31,7 +32,7 @@ _BORDERS = _rt.constexpr(
         2.2714874744415283,
     )
 )
-_LEVELS = _rt.constexpr(
+_LEVELS = _tiles.constexpr(
     (
         0.039685338735580444,
         0.19087597727775574,
@@ -45,29 +46,29 @@ _LEVELS = _rt.constexpr(
 )
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x):
-    return x - _rt.tanh(x)
+    return x - _tiles.tanh(x)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(y, code):
-    return _rt.pick(code, _LEVELS, size=8)
+    return _tiles.pick(code, _LEVELS, size=8)
 
 
-@_rt.jit
+@_tiles.jit
 def _code(x):
-    return _rt.encode(_tl.abs(x), _BORDERS, bits=3)
+    return _tiles.encode(_tl.abs(x), _BORDERS, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def tanhshrink_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    _tiles.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@_rt.jit
+@_tiles.jit
 def tanhshrink_fewbit3_backward(dy, codes, dx, n):
-    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
+    _tiles.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
 def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
@@ -76,7 +77,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="tanhshrink_fewbit3-fba3214358c02bcd",
+        key="tanhshrink_fewbit3-d4b1a9fd55224dc0",
         name="tanhshrink_fewbit3",
         bits=3,
         borders=_BORDERS.value,

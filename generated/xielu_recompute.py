@@ -12,98 +12,101 @@ import torch as _torch
 import torch.nn.functional as _F
 
 from fitact import runtime as _rt
+from fitact.runtime.kernels import tiles as _tiles
 
 __all__ = ["XieluRecompute", "xielu_recompute"]
 
-_tl = _rt.tl
+_tl = _tiles.tl
 
 
-@_rt.jit
+@_tiles.jit
 def _value(x, alpha_p, alpha_n):
-    u0 = 0.5 * x + (_rt.softplus(alpha_n) + 0.5) * (_rt.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x)
-    return _tl.where(x > 0.0, 0.5 * x + _rt.power(x, 2) * _rt.softplus(alpha_p), u0)
+    u0 = 0.5 * x + (_tiles.softplus(alpha_n) + 0.5) * (_tiles.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x)
+    return _tl.where(x > 0.0, 0.5 * x + _tiles.power(x, 2) * _tiles.softplus(alpha_p), u0)
 
 
-@_rt.jit
+@_tiles.jit
 def _value_half(x, alpha_p, alpha_n):
-    u0 = _rt.expm1_half(_tl.where(x > -1e-06, -1e-06, x)) - x
-    u1 = 0.5 * x + _rt.power(x, 2) * _rt.softplus_half(alpha_p)
-    return _tl.where(x > 0.0, u1, 0.5 * x + (_rt.softplus_half(alpha_n) + 0.5) * u0)
+    u0 = _tiles.expm1_half(_tl.where(x > -1e-06, -1e-06, x)) - x
+    u1 = 0.5 * x + _tiles.power(x, 2) * _tiles.softplus_half(alpha_p)
+    return _tl.where(x > 0.0, u1, 0.5 * x + (_tiles.softplus_half(alpha_n) + 0.5) * u0)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative(x, alpha_p, alpha_n):
-    u0 = _tl.where(x > -1e-06, 0.0, 1.0) * _rt.exp_full(_tl.where(x > -1e-06, -1e-06, x)) - 1.0
-    return _tl.where(x > 0.0, 2.0 * x * _rt.softplus(alpha_p) + 0.5, (_rt.softplus(alpha_n) + 0.5) * u0 + 0.5)
+    u0 = _tl.where(x > -1e-06, 0.0, 1.0) * _tiles.exp_full(_tl.where(x > -1e-06, -1e-06, x)) - 1.0
+    u1 = (_tiles.softplus(alpha_n) + 0.5) * u0 + 0.5
+    return _tl.where(x > 0.0, 2.0 * x * _tiles.softplus(alpha_p) + 0.5, u1)
 
 
-@_rt.jit
+@_tiles.jit
 def _derivative_half(x, alpha_p, alpha_n):
-    u0 = _tl.where(x > -1e-06, 0.0, 1.0) * _rt.exp_half(_tl.where(x > -1e-06, -1e-06, x)) - 1.0
-    u1 = (_rt.softplus_half(alpha_n) + 0.5) * u0 + 0.5
-    return _tl.where(x > 0.0, 2.0 * x * _rt.softplus_half(alpha_p) + 0.5, u1)
+    u0 = _tl.where(x > -1e-06, 0.0, 1.0) * _tiles.exp_half(_tl.where(x > -1e-06, -1e-06, x)) - 1.0
+    u1 = (_tiles.softplus_half(alpha_n) + 0.5) * u0 + 0.5
+    return _tl.where(x > 0.0, 2.0 * x * _tiles.softplus_half(alpha_p) + 0.5, u1)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha_p(x, alpha_p, alpha_n):
-    return _tl.where(x > 0.0, _rt.power(x, 2) * _rt.sigmoid(alpha_p), 0.0)
+    return _tl.where(x > 0.0, _tiles.power(x, 2) * _tiles.sigmoid(alpha_p), 0.0)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha_p_half(x, alpha_p, alpha_n):
-    return _tl.where(x > 0.0, _rt.power(x, 2) * _rt.sigmoid_half(alpha_p), 0.0)
+    return _tl.where(x > 0.0, _tiles.power(x, 2) * _tiles.sigmoid_half(alpha_p), 0.0)
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha_n(x, alpha_p, alpha_n):
-    return _tl.where(x > 0.0, 0.0, (_rt.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x) * _rt.sigmoid(alpha_n))
+    u0 = _tiles.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x
+    return _tl.where(x > 0.0, 0.0, u0 * _tiles.sigmoid(alpha_n))
 
 
-@_rt.jit
+@_tiles.jit
 def _by_alpha_n_half(x, alpha_p, alpha_n):
-    u0 = _rt.expm1_half(_tl.where(x > -1e-06, -1e-06, x)) - x
-    return _tl.where(x > 0.0, 0.0, u0 * _rt.sigmoid_half(alpha_n))
+    u0 = _tiles.expm1_half(_tl.where(x > -1e-06, -1e-06, x)) - x
+    return _tl.where(x > 0.0, 0.0, u0 * _tiles.sigmoid_half(alpha_n))
 
 
-@_rt.jit
-def _gradient(x, alpha_p, alpha_n, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient(x, alpha_p, alpha_n, _which: _tiles.constexpr):
     if _which == 0:
         return _by_alpha_p(x, alpha_p, alpha_n)
     else:
         return _by_alpha_n(x, alpha_p, alpha_n)
 
 
-@_rt.jit
-def _gradient_half(x, alpha_p, alpha_n, _which: _rt.constexpr):
+@_tiles.jit
+def _gradient_half(x, alpha_p, alpha_n, _which: _tiles.constexpr):
     if _which == 0:
         return _by_alpha_p_half(x, alpha_p, alpha_n)
     else:
         return _by_alpha_n_half(x, alpha_p, alpha_n)
 
 
-@_rt.jit
+@_tiles.jit
 def xielu_recompute_forward(x, y, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
-        _rt.learned_forward_tile(
+        _tiles.learned_forward_tile(
             x, y, numbers, channels, inner, n,
             _value, count=2,
         )  # fmt: skip
     else:
-        _rt.learned_forward_tile(
+        _tiles.learned_forward_tile(
             x, y, numbers, channels, inner, n,
             _value_half, count=2,
         )  # fmt: skip
 
 
-@_rt.jit
+@_tiles.jit
 def xielu_recompute_backward(dy, saved, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative, _gradient, count=2,
         )  # fmt: skip
     else:
-        _rt.learned_backward_block(
+        _tiles.learned_backward_block(
             dy, saved, numbers, dx, sums, channels, inner, rows,
             _derivative_half, _gradient_half, count=2,
         )  # fmt: skip
@@ -133,7 +136,7 @@ def _torch_by_alpha_n(x, alpha_p, alpha_n):
 
 _KEY = _rt.register(
     _rt.Learned(
-        key="xielu_recompute-2caa7d76dc340f42",
+        key="xielu_recompute-001666bbebdd14bd",
         name="xielu_recompute",
         numbers=(
             _rt.Number("alpha_p", 0.2033823208110246, False),

@@ -120,7 +120,7 @@ def _atom(
     within: Interval = balls.REALS,
     *,
     encloses: Callable[[Function], Enclosure] | None = None,
-    triton: str = "_rt",
+    triton: str = "_tiles",
     torch: str = "_torch",
     parity: int = 0,
     evaluated: Callable[[Any, Any], Any] | None = None,

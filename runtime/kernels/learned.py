@@ -19,7 +19,6 @@ from . import reference
 from .autocast import without_autocast
 from .inputs import check_dtype, check_meshes, in_memory_order, like, may_need_gradient, mesh_of, sharded
 from .launch import launch, threads_of
-from .learned_tiles import BLOCK, HEIGHT, TRIPS, WIDTH
 from .ops import differentiable
 from .reference import arithmetic_dtype
 from .registry import Backward, Forward, Kernel, Two, find
@@ -171,6 +170,8 @@ class Learned(Kernel):
         return dx, torch.stack(sums).sum(0) if given.wants_other else None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
+        from .tiles import WIDTH
+
         x, numbers = given.x, given.other
         channels, beside = _channels(numbers, given.inner)
         programs, threads = reference.tiles_of(x), threads_of(x.dtype)
@@ -179,6 +180,8 @@ class Learned(Kernel):
         launch(self.forward, programs, threads, x, y, numbers, channels, beside, x.numel())
 
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
+        from .tiles import BLOCK, TRIPS
+
         dy, numbers = given.dy, given.other
         channels, beside = _channels(numbers, given.inner)
         rows = dy.numel() // ((channels or 1) * (beside or 1))
@@ -212,10 +215,14 @@ def _channels(numbers: Any, inner: int) -> tuple[int | None, int | None]:
 
 
 def _heights(rows: int) -> int:
+    from .tiles import HEIGHT, TRIPS
+
     return -(-rows // int(HEIGHT.value * TRIPS.value))
 
 
 def _widths(channels: int) -> int:
+    from .tiles import WIDTH
+
     return -(-channels // int(WIDTH.value))
 
 

@@ -1,6 +1,6 @@
 """Memory-sharing norms, which save their output and 1/σ of each row; `norms.modules` says what they compute.
 
-On CUDA (and ROCm) the kernels of `norm_tiles` run; on all other devices and for float64, PyTorch's operators.
+On CUDA (and ROCm) the kernels of `tiles.norms` run; on all other devices and for float64, PyTorch's operators.
 Statistics are in float32, for float64 in float64.
 """
 
@@ -8,16 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .inputs import DTYPES
 from .launch import launch
-from .norm_tiles import ms_norm_backward, ms_norm_forward, plan
 from .reference import TILE, arithmetic_dtype, chunk
 from .registry import Backward, Forward, Kernel, Two, register
+
+LONGEST = 16384  # the most elements of a row that stays in registers: 16 for each of 1024 threads
+PART = 4096  # elements of a block of short rows, and of a part of a long one
+SHARE = 16  # elements of a block for each thread
+
+
+class RowTiling(NamedTuple):
+    """How rows of a given length are cut into blocks.
+
+    Attributes:
+        height, width: rows and columns of a block, powers of 2. A program has the rows of one block.
+        whole: whether a block holds whole rows.
+        threads: threads of a program.
+
+    """
+
+    height: int
+    width: int
+    whole: bool
+    threads: int
+
+
+def plan(rows: int, columns: int) -> RowTiling:
+    """Return how to cut `rows` rows of `columns` elements, both at least 1."""
+    if columns > LONGEST:
+        return RowTiling(1, PART, False, PART // SHARE)
+    width = max(16, _power(columns))
+    height = max(1, min(PART // width, _power(rows)))
+    return RowTiling(height, width, True, max(128, height * width // SHARE))
+
+
+def _power(n: int) -> int:
+    """Return the least power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +63,8 @@ class Norm(Kernel):
     """
 
     name: str = "memory-sharing norm"
-    forward: Any = ms_norm_forward
-    backward: Any = ms_norm_backward
+    forward: Any = "ms_norm_forward"  # by name: `tiles` is imported when a kernel first runs
+    backward: Any = "ms_norm_backward"
     saves_input: ClassVar[bool] = False
     saves_output: ClassVar[bool] = True
 
@@ -84,17 +117,19 @@ class Norm(Kernel):
 
     def _launch(
         self,
-        kernel: Any,
+        kernel: str,
         given: Forward | Backward,
         over: Tensor,
         *tensors: Tensor | None,
         eps: tuple[float, ...] = (),
     ) -> None:
         """Run `kernel(over, *tensors, rows, columns, *eps, ...)`."""
+        from . import tiles
+
         size = over.numel() // given.inner, given.inner
         cut = plan(*size)
         programs = -(-size[0] // cut.height)
-        launch(kernel, programs, cut.threads, over, *tensors, *size, *eps, self.centred, *cut[:3])
+        launch(getattr(tiles, kernel), programs, cut.threads, over, *tensors, *size, *eps, self.centred, *cut[:3])
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:

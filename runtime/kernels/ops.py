@@ -33,6 +33,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -42,10 +43,10 @@ from . import reference
 from .inputs import DTYPES, KERNEL_DTYPES
 from .recompute import offer_recompute
 from .registry import Backward, Forward, Kernel, find
-from .triton_compat import HAS_TRITON
 
 NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = find_spec("triton") is not None
 KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
 FORWARD = "(Tensor x, Tensor? other, SymInt inner, float eps, int[]? dims, int dtype, str key) -> (Tensor, Tensor)"
 BACKWARD = (

@@ -1,4 +1,4 @@
-"""The layout of `kernels.tiles` in PyTorch's operators, for CPU, float64 and devices without Triton.
+"""The layout of `tiles.activations` in PyTorch's operators, for CPU, float64 and devices without Triton.
 
 Codes are the same bit for bit, and so are gradients, up to the contraction of products and sums. A CPU works chunk
 by chunk, so that intermediates stay small and in the caches. There, a comparison that writes numbers of its own

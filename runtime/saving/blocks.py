@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from fitact.runtime.kernels import KERNEL_DEVICES, options
-from fitact.runtime.kernels import blocks as kernels
 from fitact.runtime.torch_internals import FakeTensor
 
 BLOCK = 64  # elements of a block, rows of a tile
 BITS = 3, 4, 5, 6, 8
 # Elements that are computed at a time: on a CPU tensors of half a MiB, elsewhere enough to keep a GPU busy.
 CHUNK, CHUNK_ELSEWHERE = 2**17, 2**22
+THREADS = 64  # of a program of a kernel: what is done for a channel or a block is done by fewer
 FAKE_AS_ON_A_GPU = False  # whether fake tensors of a CPU are made and read as by kernels: `gpu_kernels` says so
 # The parts of a code from the highest bit on: how many bits, and how many come before.
 PARTS = {6: ((4, 0), (2, 4)), 5: ((4, 0), (1, 4)), 4: ((4, 0),), 3: ((2, 0), (1, 2))}
@@ -78,7 +78,7 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
     shifts = torch.empty(tiles, 4, dtype=torch.int64, device=x.device)
     parts = codes, scales, shifts
     if _by_kernels(x):
-        _launch(kernels.encode_tile, x, *parts, constants("encode", bits, x.dtype, signs))
+        _launch("encode_tile", x, *parts, constants("encode", bits, x.dtype, signs))
         return parts
     for chunk in _chunks(columns_of(x.shape), x, *parts):
         _encode(signs, *chunk)
@@ -98,7 +98,7 @@ def decode(codes: Tensor, scales: Tensor, shifts: Tensor, shape: Sequence[int], 
     """
     x = codes.new_empty(*shape, dtype=dtype)
     if _by_kernels(x):
-        _launch(kernels.decode_tile, x, codes, scales, shifts, constants("decode", codes.shape[-1], dtype))
+        _launch("decode_tile", x, codes, scales, shifts, constants("decode", codes.shape[-1], dtype))
         return x
     for into, *of in _chunks(columns_of(shape), x, codes, scales, shifts):
         into.copy_(_decoded(dtype, *of)[..., : into.shape[-1]])
@@ -136,20 +136,21 @@ def _by_kernels(x: Tensor) -> bool:
 
 
 def _launch(
-    kernel: Any, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, constants: dict[str, Any]
+    name: str, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, constants: dict[str, Any]
 ) -> None:
-    """Run a program of `kernel` for each tile, and one for the elements that are left over."""
+    """Run a program of a kernel for each tile, and one for the elements that are left over."""
+    from fitact.runtime.kernels import tiles
+
     if isinstance(x, FakeTensor):
         return
     columns, x = columns_of(x.shape), x.view(-1)
     rows, rest = divmod(x.numel(), columns)
     across = columns // BLOCK
-    given = constants | launching(x.device)
+    kernel, given = getattr(tiles, name), constants | launching(x.device)
     with torch.cuda.device_of(x):
         if rows:
             parts = {"x": x, "codes": codes, "scales": scales, "shifts": shifts}
-            tiles = -(-rows // BLOCK) * across
-            kernel[tiles,](**parts, rows=rows, across=across, n=0, rest=False, **given)
+            kernel[-(-rows // BLOCK) * across,](**parts, rows=rows, across=across, n=0, rest=False, **given)
         if rest:
             parts = {"x": x[-rest:], "codes": codes[-1:], "scales": scales[-1:], "shifts": shifts[-1:]}
             kernel[1,](**parts, rows=1, across=1, n=rest, rest=True, **given)
@@ -157,7 +158,7 @@ def _launch(
 
 def launching(device: torch.device) -> dict[str, Any]:
     """Return Triton's options: a fused product and sum would have other bits than PyTorch's operators."""
-    return options(kernels.THREADS, device) | {"enable_fp_fusion": False}
+    return options(THREADS, device) | {"enable_fp_fusion": False}
 
 
 def constants(pass_: str, bits: int, dtype: torch.dtype, signs: bool = False) -> dict[str, Any]:

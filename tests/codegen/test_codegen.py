@@ -21,6 +21,7 @@ from fitact.codegen.generate import class_name, render
 from fitact.fitter.analysis import float_check
 from fitact.fitter.expr import atoms, evaluate, parse, stable, x
 from fitact.fitter.records import from_json, read
+from fitact.runtime.kernels import tiles
 from tests.conftest import ROOT
 from tests.support.generated import made_up, run
 from tests.support.package import load
@@ -57,7 +58,8 @@ def test_shape_of_the_module(fit):
         assert f"        {number!r},\n" in text
     actual = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     functional = ["import torch.nn.functional as _F"] * ("_F." in text)
-    assert actual == ["import torch as _torch", *functional, "from fitact import runtime as _rt"]
+    own = "from fitact import runtime as _rt", "from fitact.runtime.kernels import tiles as _tiles"
+    assert actual == ["import torch as _torch", *functional, *own]
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
     assert ast.literal_eval(assigned["__all__"]) == sorted([class_name(fit.name), fit.name])
     bound = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {*assigned}
@@ -91,7 +93,8 @@ def test_any_name_will_do(shipped, tmp_path):
 def test_the_runtime_states_what_printers_call():
     tables = (dialects.TRITON, dialects.TORCH, dialects.HALF, dialects.PRECISE)
     texts = " ".join(text for table in tables for text in table.functions.values())
-    assert {*re.findall(r"_rt\.(\w+)", texts), "power", "radical", "exp_full"} <= {*dir(runtime)}
+    assert {*re.findall(r"_rt\.(\w+)", texts)} <= {*dir(runtime)}
+    assert {*re.findall(r"_tiles\.(\w+)", texts), "power", "radical", "exp_full"} <= {*dir(tiles)}
 
 
 def test_lint_and_format(tmp_path):
@@ -140,7 +143,7 @@ RUNTIME = SimpleNamespace(**FLOAT64, relu=lambda u: np.maximum(u, 0), sign=np.si
 
 
 def evaluated(code, x):
-    space = {"_torch": torch, "_F": torch.nn.functional, "_tl": TRITON, "_rt": RUNTIME, "x": x}
+    space = {"_torch": torch, "_F": torch.nn.functional, "_tl": TRITON, "_rt": RUNTIME, "_tiles": RUNTIME, "x": x}
     with np.errstate(all="ignore"):
         for name, step in code.steps:
             space[name] = eval(step, space)
@@ -196,7 +199,6 @@ def test_what_is_shared_is_printed_once():
     assert len(code.steps) == 59 and code.result.count("u58") == 2
 
 
-@pytest.mark.parametrize("name", ["composed", "register_gate", "register_learned"])
-def test_files_of_an_older_fitact_say_what_to_do(name):
+def test_files_of_an_older_fitact_say_what_to_do():
     with pytest.raises(ImportError, match="run `fitact codegen` to generate it again"):
-        getattr(runtime, name)
+        _ = runtime.tl

@@ -50,13 +50,13 @@ def test_drift_of_a_runtime(two: Command) -> None:
     assert two("codegen --standalone")[0] == 0
     before = tree()
     put("standalone/one/runtime/kernels/launch.py", "x = 1\n")
-    Path("standalone/one/runtime/kernels/math.py").unlink()
+    Path("standalone/one/runtime/kernels/tiles/math.py").unlink()
     extra = put("standalone/one/runtime/kernels/own.py", "")
     status, out, _ = two("codegen --standalone --check")
     assert status == 1 and "standalone/two" not in out
     assert "--- standalone/one/runtime/kernels/launch.py\n+++ standalone/one/runtime/kernels/launch.py (as" in out
     assert "\n-x = 1\n" in out
-    assert "--- standalone/one/runtime/kernels/math.py (missing)\n" in out
+    assert "--- standalone/one/runtime/kernels/tiles/math.py (missing)\n" in out
     assert "--- standalone/one/runtime/kernels/own.py (no fit generates it)\n" in out
     message = "fitact codegen --standalone does not write this file; move it, or remove it\n"
     assert two("codegen --standalone") == (2, "", f"fitact: {extra}: {message}")

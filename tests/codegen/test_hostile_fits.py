@@ -80,12 +80,12 @@ def test_what_reading_let_pass_is_not_admitted_to_a_template():
 
 
 CLEAN = render(from_json(json.dumps(RECORDS["own"])))
-BODY = "@_rt.jit\ndef _value(x):\n"
+BODY = "@_tiles.jit\ndef _value(x):\n"
 # a place in the generated module, and what is put there
 INTRUDERS = [
     ("import torch as _torch\n", "import torch as _torch, os\n"),
     ('__all__ = ["', f'__all__ = [{CALL}, "'),
-    (BODY, "@_rt.jit\n@open\ndef value(x):\n"),
+    (BODY, "@_tiles.jit\n@open\ndef value(x):\n"),
     (BODY, "@jit\ndef _value(x=eval):\n"),
 ]
 LINES = [CALL, f"u0 = {CALL}", "import os", "u0 = x.__class__", "u0 = (lambda: x)()", "u0 = [x for x in x]"]

@@ -131,7 +131,7 @@ def observe(module, name):
 observed = {}
 for name in names:
     module = importlib.import_module(name)
-    assert module.runtime.kernels.triton_compat.HAS_TRITON == (mode != "without triton")
+    assert module.runtime.kernels.ops.HAS_TRITON == (mode != "without triton")
     activations = module.runtime.kernels.activations
     launch = activations.launch
     activations.launch = lambda *given, launch=launch: launched.append(given) or launch(*given)

@@ -663,6 +663,7 @@ def test_compiled(activation: Callable[[], Any], method: str) -> None:
 def test_import_is_lazy() -> None:
     lazy = "assert 'torch' not in sys.modules; fitact.convert; assert 'sympy' not in sys.modules"
     python(f"import fitact, sys; {lazy}")
+    python("import fitact, torch, sys; fitact.saving; assert 'triton' not in sys.modules")
     assert {"convert", "revert", "saving"} <= set(dir(fitact))
     for name, message in {
         "absent": "absent",

@@ -1,4 +1,4 @@
-"""The functions of runtime/kernels/math.py, one by one, over the whole range of float32, interpreted."""
+"""The functions of runtime/kernels/tiles/math.py, one by one, over the whole range of float32, interpreted."""
 
 import importlib
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import special
 
-from fitact.runtime.kernels import jit, math, tl
+from fitact.runtime.kernels.tiles import jit, math, tl
 from tests.support import values
 from tests.support.device import SIZE, apply
 from tests.support.generated import EACH_HALF, patterns

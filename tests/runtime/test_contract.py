@@ -205,7 +205,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
-from fitact.runtime.kernels.triton_compat import HAS_TRITON
+from fitact.runtime.kernels.ops import HAS_TRITON
 heavy = {"scipy", "sympy", "jinja2", "matplotlib", "fitact.fitter", "fitact.codegen"} & set(sys.modules)
 assert not heavy, heavy
 assert not HAS_TRITON

@@ -22,8 +22,7 @@ import fitact
 from fitact.runtime.choose import reproducibly, selectively
 from fitact.runtime.kernels import gates
 from fitact.runtime.kernels.launch import launch
-from fitact.runtime.kernels.norm_tiles import LONGEST, plan
-from fitact.runtime.kernels.norms import LAYER, RMS
+from fitact.runtime.kernels.norms import LAYER, LONGEST, RMS, plan
 from fitact.runtime.kernels.registry import find
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm

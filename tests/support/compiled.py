@@ -15,9 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fitact.runtime.kernels import blocks as block_kernels
+from fitact.runtime.kernels import tiles
 from fitact.runtime.kernels.launch import threads_of
-from fitact.runtime.kernels.norm_tiles import ms_norm_backward, ms_norm_forward, plan
+from fitact.runtime.kernels.norms import plan
 from fitact.runtime.kernels.registry import find
 from fitact.runtime.saving import blocks
 
@@ -151,12 +151,12 @@ class BlockKernel:
     rest: bool = False
 
     def compile(self, dtype: str, target: str) -> Any:
-        function = getattr(block_kernels, f"{self.pass_}_tile")
+        function = getattr(tiles, f"{self.pass_}_tile")
         kinds = {"x": f"*{dtype}", "codes": "*i64", "scales": "*bf16", "shifts": "*i64"}
         kinds |= dict.fromkeys(("rows", "across", "n"), "i32")
         constants = blocks.constants(self.pass_, self.bits, FLOATS[dtype], signs=False) | {"rest": self.rest}
         options = blocks.launching(torch.device("cpu"))
-        return compiled(function, kinds, dtype, target, block_kernels.THREADS, constants, **options)
+        return compiled(function, kinds, dtype, target, blocks.THREADS, constants, **options)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class NormKernel:
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         x, z, tiling = dtype, output or dtype, plan(100_000, self.columns)
         tensors = (x, z, "fp32") if self.pass_ == "forward" else (z, z, "fp32", x)
-        kernel = ms_norm_forward if self.pass_ == "forward" else ms_norm_backward
+        kernel = getattr(tiles, f"ms_norm_{self.pass_}")
         kinds = [f"*{each}" for each in tensors] + ["i32", "i32"] + (["fp32"] if self.pass_ == "forward" else [])
         constants = {"centred": self.kind == "layer", "height": tiling.height}
         constants |= {"width": tiling.width, "whole": tiling.whole}

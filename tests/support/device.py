@@ -2,7 +2,7 @@
 
 import torch
 
-from fitact.runtime.kernels.triton_compat import jit, tl
+from fitact.runtime.kernels.tiles import jit, tl
 
 SIZE = 2**18
 

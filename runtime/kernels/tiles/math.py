@@ -5,7 +5,7 @@ Written in operations that Triton's interpreter has too: no libdevice, no inline
 
 from __future__ import annotations
 
-from .triton_compat import jit, tl
+from .triton import jit, tl
 
 
 @jit

@@ -3,7 +3,7 @@
 A tile is 8 rows of 1024 elements, in contiguous order. Row r of column j owns bits [k·r, k·r + k) of an
 8k-bit word, and the 1024 words of a tile are stored as k planes of 1024 bytes. So a program of one tile
 needs no cross-lane work, reads and writes whole vectors, and k bits an element are saved exactly; only the
-last tile is padded, with code 0. The layout is part of the format: `ops.reference` writes the same bytes.
+last tile is padded, with code 0. The layout is part of the format: `reference` writes the same bytes.
 
 The rows of a tile are a loop, not written out: written out they take more registers, and longer formulas spill.
 
@@ -13,7 +13,7 @@ round the border first.
 
 from __future__ import annotations
 
-from .triton_compat import constexpr, jit, tl
+from .triton import constexpr, jit, tl
 
 ROWS = constexpr(8)
 COLUMNS = constexpr(1024)

@@ -10,8 +10,8 @@ writes the sums; these are added up afterwards, always in the same order.
 
 from __future__ import annotations
 
-from .tiles import COLUMNS, ROWS
-from .triton_compat import constexpr, jit, tl
+from .activations import COLUMNS, ROWS
+from .triton import constexpr, jit, tl
 
 TRIPS = constexpr(8)  # of a program in backward
 BLOCK = constexpr(2048)  # elements of a trip

@@ -11,10 +11,7 @@ try:
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-
-    HAS_TRITON = True
-except ImportError:
-    HAS_TRITON = False
+except ModuleNotFoundError:
 
     class constexpr:  # type: ignore[no-redef]  # noqa: N801  stands in for Triton's
         """Holds a value, as Triton's does."""
@@ -35,4 +32,4 @@ except ImportError:
         return fn
 
 
-__all__ = ["HAS_TRITON", "constexpr", "jit", "tl"]
+__all__ = ["constexpr", "jit", "tl"]

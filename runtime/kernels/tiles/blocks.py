@@ -7,10 +7,9 @@ contiguous elements are in one thread, or in two, which packs their codes alone.
 
 from __future__ import annotations
 
-from .triton_compat import constexpr, jit, tl
+from .triton import constexpr, jit, tl
 
 ROWS = constexpr(64)
-THREADS = 64  # of a program: what is done for a channel or a block is done by fewer
 ONE = constexpr(1 << 20)  # in a word that counts exponents, and has their sum below
 MAGNITUDE = constexpr(0x7FFFFFFF)
 INFINITY = constexpr(0x7F800000)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the memory-sharing norms, and how their rows are cut into blocks.
+"""The Triton kernels of the memory-sharing norms.
 
 A row that fits a block is read once and stays in registers; several short rows make a block. A longer row is read
 block by block, once for each of its statistics and once to be written; after the first time, mostly from a cache.
@@ -9,43 +9,7 @@ Statistics and arithmetic are in float32 for every storage dtype.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from .triton_compat import jit, tl
-
-LONGEST = 16384  # the most elements of a row that stays in registers: 16 for each of 1024 threads
-TILE = 4096  # elements of a block of short rows, and of a part of a long one
-SHARE = 16  # elements of a block for each thread
-
-
-class RowTiling(NamedTuple):
-    """How rows of a given length are cut into blocks.
-
-    Attributes:
-        height, width: rows and columns of a block, powers of 2. A program has the rows of one block.
-        whole: whether a block holds whole rows.
-        threads: threads of a program.
-
-    """
-
-    height: int
-    width: int
-    whole: bool
-    threads: int
-
-
-def plan(rows: int, columns: int) -> RowTiling:
-    """Return how to cut `rows` rows of `columns` elements, both at least 1."""
-    if columns > LONGEST:
-        return RowTiling(1, TILE, False, TILE // SHARE)
-    width = max(16, _power(columns))
-    height = max(1, min(TILE // width, _power(rows)))
-    return RowTiling(height, width, True, max(128, height * width // SHARE))
-
-
-def _power(n: int) -> int:
-    """Return the least power of 2 that is at least n."""
-    return 1 << (n - 1).bit_length()
+from .triton import jit, tl
 
 
 @jit

@@ -9,8 +9,8 @@ Values are rounded as PyTorch rounds them in two steps: each factor to the dtype
 
 from __future__ import annotations
 
-from .tiles import COLUMNS, ROWS, load_row, store_row
-from .triton_compat import constexpr, jit, tl
+from .activations import COLUMNS, ROWS, load_row, store_row
+from .triton import constexpr, jit, tl
 
 HALF = constexpr(4)  # rows of half a tile: a trip has one of each half, so that their reads overlap
 
