@@ -56,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_runtime_is_verbatim_and_has_all_kernels(folder: Path) -> None:
-    paths = [ROOT / "runtime" / "__init__.py", *(ROOT / "runtime" / "kernels").glob("*.py")]
+    paths = [ROOT / "runtime" / "__init__.py", *(ROOT / "runtime" / "kernels").rglob("*.py")]
     expected = {path.relative_to(ROOT / "runtime").as_posix(): path.read_bytes() for path in paths}
     for name in NAMES:
-        assert tree(folder / name / "runtime") == expected | {"kernels": None}
+        assert tree(folder / name / "runtime") == expected | {"kernels": None, "kernels/tiles": None}
         assert {path.name for path in (folder / name).glob("[!_]*")} == {"runtime"}
 
 
@@ -72,7 +72,8 @@ def test_the_module_is_that_of_the_package(name: str) -> None:
     head, _, _ = text.partition('"""')
     assert f"# fit    sha256 {fit.digest()}\n" in head
     assert (ROOT / "LICENSE").read_text().splitlines()[2] in head
-    text = re.sub(r"__ops__ = .*\n\n", "", text.replace("from . import", "from fitact import"))
+    text = text.replace("from . ", "from fitact ").replace("from .runtime", "from fitact.runtime")
+    text = re.sub(r"__ops__ = .*\n\n", "", text)
     own = render(fit)
     assert text.partition('"""')[2] == own.partition('"""')[2]
     assert {*own.partition('"""')[0].splitlines()[1:]} < {*head.splitlines()}
