@@ -41,7 +41,7 @@ from .storage import (
     Mark,
     Small,
     Stored,
-    free_passed,
+    held,
     is_dense,
     is_leaf,
     is_parameter,
@@ -256,6 +256,7 @@ class Capture(TorchFunctionMode):
         if stored is not None:
             stored.ours, stored.saved = False, True
             stored.readers += 1
+            stored.last = next_call() - 1
             return Reading(stored, tensor, self.outside) if stored.replaced else stored
         recompute = mark.recompute
         if recompute is None and self.autocast:
@@ -433,7 +434,7 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
-    free_passed()
+    held.free_passed(saved.last)
     return saved.unpack()
 
 

@@ -364,13 +364,13 @@ class Reading:
 
     """
 
-    __slots__ = ("_guard", "_saved_at", "computed", "layout")
+    __slots__ = ("_guard", "_saved_at", "computed", "last", "layout")
 
     def __init__(self, computed: Computed | Stored, tensor: Tensor, outside: bool) -> None:
         self.computed, self.layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
-        self._guard = computed.guard
+        self._guard, self.last = computed.guard, next_call() - 1
         computed.saved = True
 
     def unpack(self) -> Tensor:

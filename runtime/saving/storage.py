@@ -22,7 +22,6 @@ from fitact.runtime.torch_internals import (
     base_of,
     mark_of,
     next_call,
-    running_call,
     set_mark,
     tree_leaves,
     version_guard,
@@ -213,8 +212,9 @@ class Made(ABC):
             if self._left > 1:
                 self._hold(tensor)
         self._left -= 1
-        if self._left < 1:
+        if self._left < 1 and self._made is not None:
             self._made = None
+            held.drop(self)
         return tensor
 
     def _hold(self, tensor: Tensor) -> None:
@@ -222,7 +222,7 @@ class Made(ABC):
             self._left = 1
             return
         self._made = tensor
-        _held.tensors.append(weakref.ref(self))
+        held.add(self)
         if not self.saved:  # PyTorch holds none such: it takes the place of what it is made from
             for source in self.sources:
                 source.set_aside()
@@ -268,19 +268,38 @@ class Made(ABC):
 
 
 class _Held(threading.local):
-    """What the backward passes of this thread hold; it refers to some that were freed since."""
+    """What the backward passes of this thread hold, by identity.
+
+    Attributes:
+        first: at least the largest of theirs: until a node before it runs, nothing is to be freed.
+
+    """
 
     def __init__(self) -> None:
-        self.tensors: list[Callable[[], Made | None]] = []
+        self.tensors: dict[int, Callable[[], Made | None]] = {}
+        self.first = 0
+
+    def add(self, made: Made) -> None:
+        """Hold a tensor until `drop`, or until none of its readers is left to run."""
+        self.tensors[id(made)] = weakref.ref(made)
+        self.first = max(self.first, made.first)
+
+    def drop(self, made: Made) -> None:
+        """Hold a tensor no longer."""
+        self.tensors.pop(id(made), None)
+        if not self.tensors:
+            self.first = 0
+
+    def free_passed(self, call: int) -> None:
+        """Free what only nodes after that of a number would read: backward runs from the last to the first."""
+        if call < self.first:
+            tensors, self.tensors, self.first = self.tensors, {}, 0
+            for ref in tensors.values():
+                if (made := ref()) is not None and made.is_held(call):
+                    self.add(made)
 
 
-_held = _Held()
-
-
-def free_passed() -> None:
-    """Free what only nodes would read whose backward does not run: it goes from the last node to the first."""
-    if _held.tensors and (call := running_call()) is not None:
-        _held.tensors = [ref for ref in _held.tensors if (made := ref()) is not None and made.is_held(call)]
+held = _Held()
 
 
 class Stored(Made):
@@ -288,6 +307,7 @@ class Stored(Made):
 
     Attributes:
         version: how often it had been changed in place.
+        last: the number of the last node that reads it; its backward runs first.
         ours: whether no operation of the model saved it.
         needed: whether something is recomputed from it.
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
@@ -311,9 +331,9 @@ class Stored(Made):
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         # autograd reads a parameter as it is in backward, also if its data was replaced
         self._saved: Any = tensor if tensor.is_leaf else tensor.detach()
-        self.version = version_of_saved(tensor)
+        self.version, self.last = version_of_saved(tensor), next_call() - 1
         if hooks is not None:
-            self._hooks, self.first = hooks, next_call() - 1
+            self._hooks, self.first = hooks, self.last
 
     @property
     def layout(self) -> Layout:

@@ -135,7 +135,7 @@ def test_what_no_node_reads_is_not_held_below() -> None:
     x = torch.randn(512, 64, requires_grad=True)
 
     def check(_: Tensor) -> None:
-        there = (ref() for ref in storage._held.tensors)
+        there = (ref() for ref in storage.held.tensors.values())
         assert not any(made is not None and made._made is not None for made in there)
 
     with fitact.saving():
