@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
-from .liger import call_of, compute_before_overwriting, is_known
+from .liger import compute_before_overwriting, is_known, liger_call
 from .recompute import Computed, Reading, Recompute, Unsuitable
 from .storage import (
     Bits,
@@ -173,7 +174,7 @@ class Capture(TorchFunctionMode):
 
     def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], instead: Any = None) -> Any:
         """Make a call whose output is not recomputed; or another call in its place, if one is given."""
-        self.current = func, args
+        self.current = call_of(func, args, kwargs)
         try:
             return func(*args, **kwargs) if instead is None else instead()
         finally:
@@ -201,7 +202,7 @@ class Capture(TorchFunctionMode):
         self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], changed: Tensor | None = None
     ) -> tuple[Any, list[tuple[Stored, torch.UntypedStorage]]]:
         """Make a call, and return its output, and what it saved that is no argument, or one that it changed."""
-        self.current, self._changed = (func, args), changed
+        self.current, self._changed = call_of(func, args, kwargs), changed
         undecided = self._undecided = []
         try:
             return func(*args, **kwargs), undecided
@@ -229,7 +230,7 @@ class Capture(TorchFunctionMode):
             elif isinstance(x, Tensor) and is_plain(x) and is_known(x) and not version_of_saved(x):
                 mark, node = marked(x.untyped_storage(), self.hooks), x.grad_fn
                 if mark.recompute is None and not mark.has(0) and calls_of(node) >= self._first_call:
-                    call = call_of(x)
+                    call = liger_call(x)
                     recompute = None if call is None else set_recompute(self, x, *call, {})
                     if recompute is not None:
                         compute_before_overwriting(node, recompute)
@@ -367,13 +368,15 @@ class Capture(TorchFunctionMode):
         if tensor.dtype == torch.bool and is_dense(tensor):
             with without_torch_function():
                 return Bits(tensor, self.hooks)
-        if (
-            tensor.dtype == torch.int64
-            and self.current is not None
-            and self.current[0] in cheap.INDEXING_FUNCTIONS
-        ):
-            sizes = [argument.shape for argument in self.current[1] if isinstance(argument, Tensor)]
-            largest = max((size for shape in sizes for size in shape), default=0)
+        if tensor.dtype == torch.int64 and self.current is not None:
+            function, arguments = self.current
+            sizes = [argument.shape for argument in arguments if isinstance(argument, Tensor)]
+            if function in cheap.POOLING:
+                largest = max(math.prod(shape[-cheap.POOLING[function] :]) for shape in sizes)
+            elif function in cheap.INDEXING_FUNCTIONS:
+                largest = max(size for shape in sizes for size in shape)
+            else:
+                return None
             dtype = next((dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max + 1), None)
             if dtype is not None and tensor.numel() * dtype.itemsize < tensor.untyped_storage().nbytes():
                 with without_torch_function():
@@ -485,6 +488,11 @@ def set_recompute(
             return None
         marked(storage, capture.hooks).recompute = recompute
         return recompute
+
+
+def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Return a call with all its arguments, those by name last."""
+    return func, (*args, *kwargs.values()) if kwargs else args
 
 
 def changed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

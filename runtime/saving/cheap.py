@@ -85,6 +85,14 @@ PURE: Mapping[Function, Function] = {
     if hasattr(home, name)
 }
 INDEXING_FUNCTIONS = frozenset().union(*(named(home, INDEXING) for home in _HOMES))
+# What saves where in the last dimensions of its input a largest element is, and how many dimensions.
+POOLING: Mapping[Function, int] = {
+    function: count
+    for count in (1, 2, 3)
+    for home, kinds in {"F": ("max", "adaptive_max", "fractional_max"), "torch": ("max", "adaptive_max")}.items()
+    for kind in kinds
+    for function in named(home, f"{kind}_pool{count}d {kind}_pool{count}d_with_indices")
+}
 PRODUCTS = frozenset().union(*(named(home, names) for home, names in _PRODUCTS.items()))
 ADDING = frozenset().union(*(named(home, _ADDING) for home in ("torch", "Tensor")))
 SUMS = named("torch", "add") | named("Tensor", "add __add__ __radd__")

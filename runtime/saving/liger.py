@@ -34,7 +34,7 @@ def is_known(x: Tensor) -> bool:
     return type(x.grad_fn).__name__ in NODES
 
 
-def call_of(x: Tensor) -> tuple[Callable[..., Tensor], list[Operand]] | None:
+def liger_call(x: Tensor) -> tuple[Callable[..., Tensor], list[Operand]] | None:
     """Return a call that recomputes a function's output; None if a context did not store all that it saved."""
     node: Any = x.grad_fn
     name, packed = type(node).__name__, packed_by(node)

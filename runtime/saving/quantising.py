@@ -24,7 +24,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .blocks import BITS
-from .capture import Call, Capture, Function
+from .capture import Call, Capture, Function, call_of
 from .recompute import Computed, Reading, Recompute
 from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter, quietly
 
@@ -163,7 +163,7 @@ class Quantising(Capture):
         """Make a call as `Capture` does, and remember it until what it saved is stored."""
         self._last = None
         made = super().made(func, args, kwargs, changed)
-        self._last = (func, args) if made[1] else None
+        self._last = call_of(func, args, kwargs) if made[1] else None
         return made
 
     def pack(self, tensor: Tensor) -> Stored | Reading:

@@ -149,7 +149,7 @@ def test_no_garbage(name: str) -> None:
 CHANGED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, int]] = {
     "product": (lambda h, u: h.mul_(u), 1, 1),  # PyTorch copies h, which is about to be changed
     "activation": (lambda h, u: (h + u).relu_(), 1, 0),
-    "by keyword": (lambda h, u: torch.pow(input=h + u, exponent=2), 0, 1),
+    "by keyword": (lambda h, u: torch.pow(input=h + u, exponent=2), 1, 0),
 }
 
 

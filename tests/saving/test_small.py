@@ -101,6 +101,39 @@ def test_the_fewest_bytes(size: int, bytes_of_one: int) -> None:
     assert after == bytes_of_one * index.numel()
 
 
+POOLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], int]] = {
+    "1d": (F.max_pool1d, (3, 300), 2),
+    "1d, few": (F.max_pool1d, (2, 3, 128), 1),
+    "2d": (F.max_pool2d, (2, 3, 181, 181), 2),
+    "2d, wide": (torch.max_pool2d, (1, 1, 182, 182), 4),
+    "3d": (F.max_pool3d, (2, 3, 7, 8, 9), 2),
+    "adaptive": (F.adaptive_max_pool2d, (2, 9, 12, 12), 2),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_where_pooling_takes_its_results_from(name: str) -> None:
+    """Places in a plane or a volume, of which a tensor has many."""
+    pool, shape, bytes_of_one = POOLS[name]
+    before, after = both_ways(lambda x: pool(x, 3), torch.randn(shape, requires_grad=True))
+    assert before - after == (8 - bytes_of_one) * pool(torch.randn(shape), 3).numel()
+
+
+BY_NAME: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, index: torch.gather(input=x * 2, dim=0, index=index),
+    "embedding": lambda x, index: F.embedding(index, weight=x * 2),
+    "topk": lambda x, _: torch.topk(input=x * 2, k=150, dim=0).values,
+    "pooling": lambda x, _: F.max_pool2d(input=x[None] * 2, kernel_size=2),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_tensors_given_by_name(name: str) -> None:
+    """They too say how large an index may be."""
+    index = torch.arange(900).view(300, 3) % 200
+    both_ways(lambda x: BY_NAME[name](x, index), torch.randn(200, 3, requires_grad=True))
+
+
 GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
     "turned": lambda index: index.t().contiguous().t(),
     "part": lambda index: index[:, 1:],
