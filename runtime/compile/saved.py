@@ -55,7 +55,7 @@ class Reader(NamedTuple):
     Attributes:
         kind: the tensor's, of `quantising.KINDS`; `""` if it has none.
         reason: why it is none.
-        sharp: whether attention reads what is computed from the tensor.
+        sharp: whether attention reads what is computed from the tensor, or it is the result of a tanh.
         fused: whether fused attention does.
 
     """
@@ -196,7 +196,7 @@ class _Graph:
         first = first or Reader("", "read by nothing that is quantised")
         made = None if first.reason == SOFTMAX else self._made(base)
         read = made or first
-        return Reader(read.kind, read.reason, sharp, fused)
+        return Reader(read.kind, read.reason, sharp or base.target is aten.tanh.default, fused)
 
     def _reads(self, node: fx.Node, passing: Collection[fx.Node]) -> Reader | None:
         """Return what a node is as a reader of the nodes that are found; None if it passes their elements on."""

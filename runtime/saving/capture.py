@@ -187,8 +187,9 @@ class Capture(TorchFunctionMode):
         if is_plain(output) and output.requires_grad and output.dim():  # a number is stored
             recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
-            own = recompute is not None and storage is output.untyped_storage()
-            computed = recompute.store(self.store) if own and recompute is not None else None
+            own, computed = recompute is not None and storage is output.untyped_storage(), None
+            if own and recompute is not None and self.is_near_enough(recompute, (func, args)):
+                computed = recompute.store(self.store)
             if computed is not None:
                 stored.recompute_instead(self.computed(computed, output, (func, args)))
             else:
@@ -265,7 +266,7 @@ class Capture(TorchFunctionMode):
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
         usable = recompute is not None and recompute.version == version and not mark.has(version)
-        if recompute is not None and usable and self.is_near_enough(recompute):
+        if recompute is not None and usable and self.is_near_enough(recompute, self.current):
             computed = recompute.store(self.store)
             if self._changed is not None:
                 protect(self._changed)
@@ -331,7 +332,7 @@ class Capture(TorchFunctionMode):
                 for leaf in leaves:
                     leaf.stays = True
 
-    def is_near_enough(self, recompute: Recompute) -> bool:
+    def is_near_enough(self, recompute: Recompute, call: Call | None) -> bool:
         """Return whether a tensor may be recomputed so for the call that saves it."""
         return True
 

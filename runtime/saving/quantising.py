@@ -41,7 +41,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "activation": {
         "F": """
             gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu relu6 logsigmoid
-            softsign tanhshrink softshrink hardshrink threshold prelu rrelu tanh
+            softsign tanhshrink prelu rrelu tanh
         """,
         "torch": "tanh relu celu selu prelu erf pow tanh_ relu_ celu_ selu_",
         "Tensor": "tanh relu prelu erf pow __pow__ tanh_ relu_",
@@ -63,9 +63,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 SIGMOIDS = cheap.named("F", "sigmoid") | cheap.named("torch", "sigmoid") | cheap.named("Tensor", "sigmoid")
+TANHS = cheap.named("torch", "tanh tanh_") | cheap.named("Tensor", "tanh tanh_")
+ROOTS = cheap.named("torch", "sqrt rsqrt reciprocal") | cheap.named("Tensor", "sqrt rsqrt reciprocal")
 POWERS = cheap.named("Tensor", "pow __pow__") | cheap.named("torch", "pow")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
-KINKED = cheap.named("F", "relu leaky_relu prelu rrelu elu celu selu threshold")
+KINKED = cheap.named("F", "relu leaky_relu prelu rrelu elu celu selu")
 KINKED |= cheap.named("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.named(
     "Tensor", "relu relu_ prelu"
 )
@@ -78,7 +80,7 @@ CLIPPED = F.relu6, F.hardtanh
 MASKED = (*CLIPPED, F.leaky_relu)
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
-SHARP = 8  # bits from which the logits of attention are recomputed at least
+SHARP = 8  # bits at least from which logits of attention are recomputed, and of a tanh: near 1 its slope is 1 - y²
 # Attention that recomputes its weights from queries and keys, and the exact logarithm of their sums: an error of a
 # logit is one of the exponent. It reads codes only if the policy has bits for attention.
 FUSED = cheap.named("F", "scaled_dot_product_attention")
@@ -124,6 +126,14 @@ _KIND_OF = {
     for home, names in homes.items()
     for function in cheap.named(home, names)
 } | {GROUPED_MM: "linear"}
+# Functions that may read codes. Not those that compare, since a decoded number may be on the other side, nor those
+# for which an error near 0 has no bound.
+_SHARP = """abs __abs__ abs_ clamp clamp_ clamp_min clamp_max max min maximum minimum amax amin
+    log log2 log10 sqrt sqrt_ rsqrt rsqrt_ reciprocal xlogy atan2"""
+READING = (frozenset(_KIND_OF) | cheap.CHEAP_FUNCTIONS | cheap.CAST_FUNCTIONS | cheap.PURE.keys()).difference(
+    *(cheap.named(home, _SHARP) for home in ("torch", "Tensor")),
+    cheap.named("F", "threshold softshrink hardshrink"),
+)
 
 
 def kind_of(func: Function, args: Sequence[Any]) -> str | None:
@@ -173,7 +183,7 @@ class Quantising(Capture):
         dense = tensor.layout is torch.strided and not tensor.is_complex()
         mark: Mark | None = mark_of(tensor.untyped_storage()) if dense else None
         if mark is not None and mark.is_inside(self.hooks):
-            known, least = mark.alive(version_of_saved(tensor)), self._least()
+            known, least = mark.alive(version_of_saved(tensor)), self._least(self.current)
             stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)
             if stored is not None:
                 stored.readers += 1
@@ -182,26 +192,38 @@ class Quantising(Capture):
         return self.computed(stored, tensor, self.current) if type(stored) is Quantised else stored
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
-        """Store a tensor as `Capture` does, or quantised."""
+        """Store a tensor as `Capture` does, or quantised; what is stored as it is takes the place of its codes."""
         stored = self._quantised(tensor, mark) if grows else None
-        return stored or super().added(tensor, mark, grows)
+        if stored is None:
+            codes = [other for other in mark.alive(version_of_saved(tensor)) if type(other) is Quantised]
+            stored = super().added(tensor, mark, grows)
+            for other in codes:
+                other.read_exact(stored)
+        return stored
 
-    def _least(self) -> float:
-        """Return in how few bits the call that saves a tensor may read it, or what it is recomputed from.
+    def _least(self, call: Call | None) -> float:
+        """Return in how few bits a call that saves a tensor may read it, or what it is recomputed from.
 
-        A function of another library may be fused attention. The mode sees none, nor what backward calls.
+        A function of another library may be fused attention. The mode sees none, nor what backward calls. What a
+        function that is not listed makes of an error, nobody knows.
         """
-        if self.current is None:
-            usual = math.inf if running_call() is None else 0
-        elif kind_of(*self.current) == "attention":
-            usual = math.inf if self.current[0] in FUSED else SHARP
+        if call is not None and call[0] in READING:
+            if kind_of(*call) != "attention":
+                return 0
+            usual = math.inf if call[0] in FUSED else SHARP
+        elif running_call() is not None:
+            return 0
+        elif call is not None:
+            return math.inf
         else:
-            usual = 0
-        return self._policy.get("attention", usual) if usual else 0
+            usual = math.inf
+        return self._policy.get("attention", usual)
 
-    def is_near_enough(self, recompute: Recompute) -> bool:
+    def is_near_enough(self, recompute: Recompute, call: Call | None) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
-        least = self._least()
+        least = self._least(call)
+        if call is not None and call[0] in ROOTS and STATISTIC * recompute.size <= recompute.largest:
+            return True  # of a mean, in which errors average out
         if least:
             recompute.is_free()  # which learns what is stored by now
         return not least or all(leaf.bits >= least for leaf in recompute.leaves() if type(leaf) is Quantised)
@@ -249,6 +271,8 @@ class Quantising(Capture):
             return None
         if any(type(stored) is not Quantised for stored in mark.alive(version_of_saved(tensor))):
             return None  # it is stored already
+        if call[0] in TANHS:
+            bits = max(bits, SHARP)
         with without_torch_function():
             if not _is_read(tensor, *call):
                 return None

@@ -100,7 +100,9 @@ def _changing(
     for stored, storage in undecided:
         stored.read_by(call)
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
-        computed, value = recompute.store(capture.store) if own and recompute is not None else None, x
+        computed, value = None, x
+        if own and recompute is not None and capture.is_near_enough(recompute, (func, args)):
+            computed = recompute.store(capture.store)
         copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
         if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
             computed, value = before.store(capture.store), stored.tensor

@@ -34,6 +34,7 @@ from .bits import pack, unpack
 from .blocks import decode, encode
 
 Layout = tuple[torch.Size, tuple[int, ...], int]
+EXACT = 64  # bits: more than any code has
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
     "version {}; expected version {} instead"
@@ -570,11 +571,13 @@ class Quantised(Stored):
         bits: of a code.
         signs: whether elements that are not 0 have their sign.
         guard: counts changes of the tensor in place.
+        exact: what is read in place of the codes, because it is stored anyway.
 
     """
 
     separate = True
     sources: Sequence[Any]
+    exact: Stored | None = None
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
     guard: Tensor | None = None
 
@@ -593,7 +596,14 @@ class Quantised(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the memory."""
-        return self.made().as_strided(*layout)
+        return self.made().as_strided(*layout) if self.exact is None else self.exact.read(layout)
+
+    def read_exact(self, stored: Stored) -> None:
+        """Free the codes: the memory is also stored as it is."""
+        if not self.replaced and stored.can_read(self._layout):
+            self.exact, self.bits, stored.needed = stored, EXACT, True
+            for source in self.sources:
+                source.drop()
 
     def _make(self) -> Tensor:
         codes, scales, shifts = (source.value() for source in self.sources)
@@ -604,8 +614,8 @@ class Quantised(Stored):
         return True
 
     def is_decoded(self) -> bool:
-        """Return True."""
-        return True
+        """Return whether the codes are read."""
+        return self.exact is None
 
     def decoded(self, tensor: Tensor) -> Tensor:
         """Return a tensor that was decoded, such that it is saved in its codes where gradients are differentiated.

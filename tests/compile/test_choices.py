@@ -116,6 +116,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
     "statistic": (scaled, (32, 512, 8, 8), 1.0, {"mean: linear 4", "addmm: a statistic", "mul: linear 4"}),
     "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x) + F.gelu(x)), (128, 256), 0.9, STEEP),
     "log": (lambda: Gelu(act=lambda x: (x * x + 0.01).log()), (128, 256), 0.9, STEEP),
+    "tanh": (lambda: Gelu(act=lambda x: torch.tanh(5 * x)), (128, 256), 1.0, {"tanh: linear 8", "add: linear 4"}),
     "remainder": (lambda: Gelu(act=lambda x: torch.remainder(5 * x, 1) * x), (128, 256), 0.9, STEEP),
     "swiglu": (SwiGLU, (128, 256), 0.9, {"mm: activation 4", "mm: gate 4"}),
 }

@@ -258,6 +258,8 @@ def test_written_by_hand(name: str, error: str, most: float, counted: bool) -> N
         most = 1
     if error != "exact" and name == "hardswish":  # what has a kink is stored for itself
         most *= 2
+    if error == "coarse" and name == "three":  # a tanh has 8 bits
+        most *= 2
     assert size <= most * y.nbytes
 
 

@@ -172,6 +172,7 @@ STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "rsqrt": lambda x: torch.rsqrt(torch.sigmoid(x)),
     "inverse as a power": lambda x: (x * x + 0.5) ** -1,
     "power": lambda x: torch.sigmoid(x) ** 0.3,
+    "inverse": lambda x: 1 / torch.tanh(x),
     "quotient": lambda x: torch.tanh(x) / (torch.sigmoid(x) + 0.01),
     "two": lambda x: torch.log(torch.sigmoid(x) + 1e-8) + torch.log(1 - torch.sigmoid(x) + 1e-8),
 }
@@ -198,6 +199,37 @@ def test_an_inverse_reads_no_code(error: str) -> None:
     up.weight.data.mul_(1e-4)
     up.bias.data.copy_(torch.logspace(-3, 1, 256).view(4, 64).mT.flatten())
     both_ways(built(lambda m, x: m.down(m.up(x) ** -1), up=up, down=down), x, error=error, most=0.14)
+
+
+# What reads a tensor that an activation has had coded.
+EXACTLY: dict[str, Callable[[Tensor], Tensor]] = {
+    "abs": torch.abs,
+    "clamp": lambda z: z.clamp(-0.5, 0.7),
+    "least": lambda z: torch.min(z, torch.tensor(-1e-6)),
+    "largest of a row": lambda z: z.amax(-1),
+    "softshrink": F.softshrink,
+    "threshold": lambda z: F.threshold(z, 0.1, 20),
+    "root": lambda z: (z.abs() + 0.1).sqrt(),
+    "angle": lambda z: torch.atan2(z, z.flip(-1)),
+    "grid": lambda z: F.grid_sample(torch.rand(64, 2, 16, 16), z.view(64, 8, 16, 2), align_corners=False),
+    "expanded": lambda z: torch.special.i0(z[:, None].expand(-1, 3, -1)),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("error", ["rounding", "coarse"])
+@pytest.mark.parametrize("name", EXACTLY)
+def test_functions_that_read_no_codes(name: str, error: str, outside: bool) -> None:
+    """They compare, are steep or not listed. What is stored for them takes the place of the codes."""
+    hooks = saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
+    with hooks if outside else nullcontext():
+        before, after = both_ways(
+            lambda x: (z := x * 2, 1e-6 * F.gelu(z).sum() + EXACTLY[name](z).mean())[1],
+            torch.randn(64, 256, requires_grad=True),
+            error=error,
+            most=1e-4,
+        )
+    assert after <= before
 
 
 @pytest.mark.parametrize("two", [lambda f, h: f(h, 2), lambda f, h: f(2, h), lambda f, h: f(h, h)], ids="hlb")
