@@ -118,6 +118,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
     "log": (lambda: Gelu(act=lambda x: (x * x + 0.01).log()), (128, 256), 0.9, STEEP),
     "tanh": (lambda: Gelu(act=lambda x: torch.tanh(5 * x)), (128, 256), 1.0, {"tanh: linear 8", "add: linear 4"}),
     "remainder": (lambda: Gelu(act=lambda x: torch.remainder(5 * x, 1) * x), (128, 256), 0.9, STEEP),
+    "abs": (lambda: Gelu(act=lambda x: x.abs() + F.gelu(x)), (128, 256), 0.9, STEEP),
+    "pooling": (lambda: Gelu(act=lambda x: F.max_pool1d(x[None], 3, 1, 1)[0] + F.gelu(x)), (128, 256), 0.9, STEEP),
     "swiglu": (SwiGLU, (128, 256), 0.9, {"mm: activation 4", "mm: gate 4"}),
 }
 
