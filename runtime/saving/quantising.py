@@ -207,17 +207,13 @@ class Quantising(Capture):
         A function of another library may be fused attention. The mode sees none, nor what backward calls. What a
         function that is not listed makes of an error, nobody knows.
         """
-        if call is not None and call[0] in READING:
-            if kind_of(*call) != "attention":
+        if call is None or call[0] not in READING:
+            if running_call() is not None:
                 return 0
-            usual = math.inf if call[0] in FUSED else SHARP
-        elif running_call() is not None:
+            return self._policy.get("attention", math.inf) if call is None else math.inf
+        if kind_of(*call) != "attention":
             return 0
-        elif call is not None:
-            return math.inf
-        else:
-            usual = math.inf
-        return self._policy.get("attention", usual)
+        return self._policy.get("attention", math.inf if call[0] in FUSED else SHARP)
 
     def is_near_enough(self, recompute: Recompute, call: Call | None) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""

@@ -6,6 +6,7 @@ tensor can be recomputed. It refers to storages weakly: what autograd frees is f
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -34,7 +35,6 @@ from .bits import pack, unpack
 from .blocks import decode, encode
 
 Layout = tuple[torch.Size, tuple[int, ...], int]
-EXACT = 64  # bits: more than any code has
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
     "version {}; expected version {} instead"
@@ -568,7 +568,7 @@ class Quantised(Stored):
     """The whole memory of a tensor in block codes, decoded once in each pass for all that read it.
 
     Attributes:
-        bits: of a code.
+        bits: of a code; without end if none is read.
         signs: whether elements that are not 0 have their sign.
         guard: counts changes of the tensor in place.
         exact: what is read in place of the codes, because it is stored anyway.
@@ -577,6 +577,7 @@ class Quantised(Stored):
 
     separate = True
     sources: Sequence[Any]
+    bits: float
     exact: Stored | None = None
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
     guard: Tensor | None = None
@@ -601,7 +602,7 @@ class Quantised(Stored):
     def read_exact(self, stored: Stored) -> None:
         """Free the codes: the memory is also stored as it is."""
         if not self.replaced and stored.can_read(self._layout):
-            self.exact, self.bits, stored.needed = stored, EXACT, True
+            self.exact, self.bits, self.how, stored.needed = stored, math.inf, stored.how, True
             for source in self.sources:
                 source.drop()
 
