@@ -14,28 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Function = Callable[..., Any]
-_HOMES = {"F": F, "torch": torch, "Tensor": Tensor}
-_BOTH = """
-    abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh celu clamp clamp_max
-    clamp_min clip clone cos cosh
-    cumsum deg2rad div divide erf erfc exp exp2 expm1 flatten gather index_select lerp
-    log log10 log1p log2 logaddexp logit logsumexp masked_fill max maximum mean min minimum
-    mul multiply nan_to_num neg negative polar pow prod
-    reciprocal relu repeat_interleave reshape roll rsqrt selu sigmoid sin sinc sinh softmax
-    sqrt square std sub
-    subtract sum take_along_dim tan tanh tile tril triu true_divide var where xlogy amax amin
+CHEAP = """
+    abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh celu clamp clamp_max clamp_min clip clone cos
+    cosh cumsum deg2rad div divide erf erfc exp exp2 expm1 flatten gather index_select lerp log log10 log1p log2
+    logaddexp logit logsumexp masked_fill max maximum mean min minimum mul multiply nan_to_num neg negative
+    polar pow prod reciprocal relu repeat_interleave reshape roll rsqrt selu sigmoid sin sinc sinh softmax sqrt
+    square std sub subtract sum take_along_dim tan tanh tile tril triu true_divide var where xlogy amax amin
+    gelu silu mish hardswish hardsigmoid leaky_relu elu softplus hardtanh relu6 glu logsigmoid softsign
+    tanhshrink softshrink hardshrink threshold prelu softmin log_softmax normalize pad layer_norm rms_norm
+    group_norm local_response_norm pixel_shuffle pixel_unshuffle avg_pool1d avg_pool2d avg_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d cat concat concatenate stack hstack
+    vstack rsub __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __div__ __pow__ __rpow__ __neg__
+    __getitem__ __abs__ contiguous repeat
 """
-CHEAP: Mapping[str, str] = {
-    "F": """
-        gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu6 relu glu logsigmoid
-        softsign tanhshrink softshrink hardshrink threshold prelu relu6 softmin log_softmax softmax normalize pad
-        layer_norm rms_norm group_norm local_response_norm pixel_shuffle pixel_unshuffle
-        avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d
-    """,
-    "torch": f"{_BOTH} cat concat concatenate stack hstack vstack rsub layer_norm rms_norm group_norm log_softmax",
-    "Tensor": f"""{_BOTH} __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __div__
-        __pow__ __rpow__ __neg__ __getitem__ __abs__ contiguous repeat log_softmax""",
-}
 CASTS = "to type type_as float double half bfloat16"  # of a tensor
 # Functions that take `inplace=True`, the other arguments being those of the pure function.
 IN_PLACE_OPTION = "relu relu6 silu mish hardswish hardsigmoid leaky_relu elu celu selu hardtanh threshold"
@@ -52,31 +43,28 @@ IN_PLACE = {
 INDEXING = """gather index_select take_along_dim __getitem__ index_add index_add_ scatter scatter_ scatter_add
     scatter_add_ index_copy index_copy_ index_fill embedding topk sort max min kthvalue median mode __setitem__
     index_put index_put_"""
-
-
 # Products of matrices, whose arguments autocast casts and which save these copies alone.
-_PRODUCTS = {
-    "F": "linear bilinear",
-    "torch": """addmm addbmm baddbmm bmm mm matmul chain_matmul conv1d conv2d conv3d conv_transpose1d
-        conv_transpose2d conv_transpose3d""",
-    "Tensor": "addmm addbmm baddbmm bmm mm matmul __matmul__ __rmatmul__",
-}
+_PRODUCTS = """
+    linear bilinear addmm addbmm baddbmm bmm mm matmul chain_matmul conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d __matmul__ __rmatmul__
+"""
 # What adds or copies rows to others: of these rows, backward reads the shape alone.
 _ADDING = "index_add index_add_ index_copy index_copy_"
 
 
-def named(home: str, names: str) -> set[Function]:
-    """Return the functions of these names that a home has, apart by spaces; `F`, `torch` or `Tensor`.
+def named(names: str) -> frozenset[Function]:
+    """Return PyTorch's functions and methods of these names, apart by spaces.
 
     A mode sees some operators, such as `1 - x`, in what PyTorch has wrapped around them, and others without.
     """
-    functions = [getattr(_HOMES[home], name) for name in names.split() if hasattr(_HOMES[home], name)]
-    return {*functions, *map(inspect.unwrap, functions)}
+    members = (getattr(home, name, None) for home in (F, torch, Tensor) for name in names.split())
+    functions = [member for member in members if callable(member)]
+    return frozenset({*functions, *map(inspect.unwrap, functions)})
 
 
-CHEAP_FUNCTIONS = frozenset().union(*(named(home, names) for home, names in CHEAP.items()))
-CAST_FUNCTIONS = frozenset(named("Tensor", CASTS))
-WITH_IN_PLACE = frozenset(named("F", IN_PLACE_OPTION))
+CHEAP_FUNCTIONS = named(CHEAP)
+CAST_FUNCTIONS = named(CASTS)
+WITH_IN_PLACE = named(IN_PLACE_OPTION)
 PURE: Mapping[Function, Function] = {
     getattr(home, name): getattr(Tensor, pure or name[:-1])
     for names, pure in IN_PLACE.items()
@@ -84,15 +72,14 @@ PURE: Mapping[Function, Function] = {
     for home in (Tensor, torch)
     if hasattr(home, name)
 }
-INDEXING_FUNCTIONS = frozenset().union(*(named(home, INDEXING) for home in _HOMES))
+INDEXING_FUNCTIONS = named(INDEXING)
 # What saves where in the last dimensions of its input a largest element is, and how many dimensions.
 POOLING: Mapping[Function, int] = {
     function: count
     for count in (1, 2, 3)
-    for home, kinds in {"F": ("max", "adaptive_max", "fractional_max"), "torch": ("max", "adaptive_max")}.items()
-    for kind in kinds
-    for function in named(home, f"{kind}_pool{count}d {kind}_pool{count}d_with_indices")
+    for kind in ("max", "adaptive_max", "fractional_max")
+    for function in named(f"{kind}_pool{count}d {kind}_pool{count}d_with_indices")
 }
-PRODUCTS = frozenset().union(*(named(home, names) for home, names in _PRODUCTS.items()))
-ADDING = frozenset().union(*(named(home, _ADDING) for home in ("torch", "Tensor")))
-SUMS = named("torch", "add") | named("Tensor", "add __add__ __radd__")
+PRODUCTS = named(_PRODUCTS)
+ADDING = named(_ADDING)
+SUMS = named("add __add__ __radd__")

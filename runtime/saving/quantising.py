@@ -32,49 +32,23 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 # By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never. A sigmoid
 # is none: it saves its result, which may be small, and a logarithm or a quotient reads it.
-KINDS: Mapping[str, Mapping[str, str]] = {
-    "gate": {
-        "F": "glu",
-        "torch": "mul multiply",
-        "Tensor": "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
-    },
-    "activation": {
-        "F": """
-            gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu relu6 logsigmoid
-            softsign tanhshrink prelu rrelu tanh
-        """,
-        "torch": "tanh relu celu selu prelu erf pow tanh_ relu_ celu_ selu_",
-        "Tensor": "tanh relu prelu erf pow __pow__ tanh_ relu_",
-    },
-    "norm": {
-        "F": "layer_norm rms_norm group_norm local_response_norm",
-        "torch": "layer_norm rms_norm group_norm square",
-        "Tensor": "square",
-    },
-    "batch_norm": {"F": "batch_norm"},
-    "linear": {
-        "F": "linear",
-        "torch": "addmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
-    },
-    "attention": {
-        "F": "scaled_dot_product_attention",
-        "torch": "matmul bmm mm baddbmm einsum",
-        "Tensor": "matmul bmm mm baddbmm __matmul__ __rmatmul__",
-    },
+KINDS: Mapping[str, str] = {
+    "gate": "glu mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
+    "activation": """
+        gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu relu6 logsigmoid
+        softsign tanhshrink prelu rrelu tanh erf pow __pow__ tanh_ relu_ celu_ selu_
+    """,
+    "norm": "layer_norm rms_norm group_norm local_response_norm square",
+    "batch_norm": "batch_norm",
+    "linear": "linear addmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    "attention": "scaled_dot_product_attention matmul bmm mm baddbmm einsum __matmul__ __rmatmul__",
 }
-SIGMOIDS = cheap.named("F", "sigmoid") | cheap.named("torch", "sigmoid") | cheap.named("Tensor", "sigmoid")
-TANHS = cheap.named("torch", "tanh tanh_") | cheap.named("Tensor", "tanh tanh_")
-ROOTS = cheap.named("torch", "sqrt rsqrt reciprocal") | cheap.named("Tensor", "sqrt rsqrt reciprocal")
-POWERS = cheap.named("Tensor", "pow __pow__") | cheap.named("torch", "pow")
+SIGMOIDS, TANHS, POWERS = cheap.named("sigmoid"), cheap.named("tanh tanh_"), cheap.named("pow __pow__")
+ROOTS = cheap.named("sqrt rsqrt reciprocal")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
-KINKED = cheap.named("F", "relu leaky_relu prelu rrelu elu celu selu")
-KINKED |= cheap.named("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.named(
-    "Tensor", "relu relu_ prelu"
-)
+KINKED = cheap.named("relu relu_ leaky_relu prelu rrelu elu celu celu_ selu selu_")
 # Kinds of ReLU whose backward asks only whether the input is above 0, or also below a number.
-RELUS = (
-    cheap.named("F", "relu leaky_relu") | cheap.named("torch", "relu relu_") | cheap.named("Tensor", "relu relu_")
-)
+RELUS = cheap.named("relu relu_ leaky_relu")
 CLIPPED = F.relu6, F.hardtanh
 # These do so in place by their results. Those below 0 may be much smaller than the others.
 MASKED = (*CLIPPED, F.leaky_relu)
@@ -83,7 +57,7 @@ STATISTIC = 16  # times fewer elements than what a function reads: such a tensor
 SHARP = 8  # bits at least from which logits of attention are recomputed, and of a tanh: near 1 its slope is 1 - y²
 # Attention that recomputes its weights from queries and keys, and the exact logarithm of their sums: an error of a
 # logit is one of the exponent. It reads codes only if the policy has bits for attention.
-FUSED = cheap.named("F", "scaled_dot_product_attention")
+FUSED = cheap.named("scaled_dot_product_attention")
 
 _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
 POLICIES: Mapping[str, Mapping[str, int]] = {
@@ -120,19 +94,17 @@ def policy_of(error: str, bits: int | Mapping[str, int] | None) -> dict[str, int
     return {**POLICIES[error], **given}
 
 
-_KIND_OF = {
-    function: kind
-    for kind, homes in KINDS.items()
-    for home, names in homes.items()
-    for function in cheap.named(home, names)
-} | {GROUPED_MM: "linear"}
+_KIND_OF = {function: kind for kind, names in KINDS.items() for function in cheap.named(names)} | {
+    GROUPED_MM: "linear"
+}
 # Functions that may read codes. Not those that compare, since a decoded number may be on the other side, nor those
 # for which an error near 0 has no bound.
-_SHARP = """abs __abs__ abs_ clamp clamp_ clamp_min clamp_max max min maximum minimum amax amin
-    log log2 log10 sqrt sqrt_ rsqrt rsqrt_ reciprocal xlogy atan2"""
+_SHARP = """
+    abs __abs__ abs_ clamp clamp_ clamp_min clamp_max max min maximum minimum amax amin threshold softshrink
+    hardshrink log log2 log10 sqrt sqrt_ rsqrt rsqrt_ reciprocal xlogy atan2
+"""
 READING = (frozenset(_KIND_OF) | cheap.CHEAP_FUNCTIONS | cheap.CAST_FUNCTIONS | cheap.PURE.keys()).difference(
-    *(cheap.named(home, _SHARP) for home in ("torch", "Tensor")),
-    cheap.named("F", "threshold softshrink hardshrink"),
+    cheap.named(_SHARP)
 )
 
 

@@ -227,7 +227,7 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
 
 RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
-RULES |= dict.fromkeys(cheap.named("Tensor", "__rdiv__ __rtruediv__"), _divided)
+RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES[F.hardtanh] = _hardtanh
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
