@@ -23,9 +23,10 @@ CHEAP = """
     gelu silu mish hardswish hardsigmoid leaky_relu elu softplus hardtanh relu6 glu logsigmoid softsign
     tanhshrink softshrink hardshrink threshold prelu softmin log_softmax normalize pad layer_norm rms_norm
     group_norm local_response_norm pixel_shuffle pixel_unshuffle avg_pool1d avg_pool2d avg_pool3d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d cat concat concatenate stack hstack
-    vstack rsub __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __div__ __pow__ __rpow__ __neg__
-    __getitem__ __abs__ contiguous repeat
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d max_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d cat concat concatenate stack hstack vstack rsub
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __div__ __pow__ __rpow__ __neg__ __getitem__
+    __abs__ contiguous repeat
 """
 CASTS = "to type type_as float double half bfloat16"  # of a tensor
 # Functions that take `inplace=True`, the other arguments being those of the pure function.

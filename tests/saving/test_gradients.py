@@ -216,6 +216,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "rows by a mask": lambda x: x[x.mean(-1) > 0],
     "rows, selected": lambda x: x.index_select(1, torch.tensor([3, 3, 1])),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "pooling": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "pooling in a plane": lambda x: F.adaptive_max_pool2d(x, x.shape[1:]),
     "in place": lambda x: F.silu(x.clone(), inplace=True),
     "softmax": lambda x: x.softmax(-1) * x,
     **{f"by hand: {name}": call for name, call in BY_HAND.items()},
