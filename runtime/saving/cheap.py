@@ -58,7 +58,7 @@ def named(names: str) -> frozenset[Function]:
 
     A mode sees some operators, such as `1 - x`, in what PyTorch has wrapped around them, and others without.
     """
-    members = (getattr(home, name, None) for home in (F, torch, Tensor) for name in names.split())
+    members = (getattr(home, name, None) for home in (F, torch, Tensor, torch.linalg) for name in names.split())
     functions = [member for member in members if callable(member)]
     return frozenset({*functions, *map(inspect.unwrap, functions)})
 
