@@ -330,11 +330,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
         return f"{count:,}" if exact else f"{count / unit:,.1f} {name}"
 
     which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else f"{report.block_name}"
-    text = [
-        f"{report.model}: {sizes(report)}",
-        "",
-        f"{which} saves {size(block)}{' bytes' if exact else ''}",
-    ]
+    text = [f"{report.model}: {sizes(report)}", "", f"{which} saves {size(block)}{' bytes' if exact else ''}"]
     text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
     text += ["", *columns(*_table(report, size)), _fixed(report)]
     return text + [f"note: {note}" for note in report.notes]

@@ -23,15 +23,7 @@ from fitact.runtime.torch_internals import is_compiled, storage_id
 from .detect import ActivationSite, activation_sites, recognise
 from .gradients import gradient_error
 from .records import Conversion, Gradient, ModuleRecord, SiteRecord
-from .replacement import (
-    Change,
-    Substitutes,
-    apply_replacements,
-    inner,
-    paying,
-    replacement,
-    with_replacements,
-)
+from .replacement import Change, Substitutes, apply_replacements, inner, paying, replacement, with_replacements
 
 METHODS = ("fewbit", "relumix", "inverted", "output")
 WIDTHS = range(1, 5)

@@ -23,10 +23,7 @@ REMEMBERED = Path("__pycache__", "fitact-codegen")
 @click.command()
 @click.argument("fits", nargs=-1, type=PATH, metavar="[FITS]...")
 @click.option(
-    "--out",
-    type=FOLDER,
-    metavar="DIR",
-    help="Folder to write.  [default: generated, standalone or hub]",
+    "--out", type=FOLDER, metavar="DIR", help="Folder to write.  [default: generated, standalone or hub]"
 )
 @click.option("--check", is_flag=True, help="Write nothing; show what would change, and fail if anything would.")
 @click.option(

@@ -9,19 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fitact.base import (
-    Bars,
-    Kind,
-    Shown,
-    UsageError,
-    binary,
-    columns,
-    quote,
-    read_record,
-    readable,
-    three,
-    write,
-)
+from fitact.base import Bars, Kind, Shown, UsageError, binary, columns, quote, read_record, readable, three, write
 
 if TYPE_CHECKING:
     from torch import nn
