@@ -11,7 +11,7 @@ from .compiler import compiled as compiled
 from .convert import convert as convert
 from .costs import Cost as Cost
 from .costs import Costs as Costs
-from .costs import StepCost as StepCost
+from .costs import Segment as Segment
 from .costs import measure_costs as measure_costs
 from .costs import sharded as sharded
 from .costs import step as step

@@ -9,9 +9,10 @@ skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from unittest import mock
 
@@ -44,37 +45,38 @@ MOVING = 2 * DEPTH + 1  # more blocks run where some offload: the queue fills fi
 
 @dataclass(frozen=True)
 class Cost:
-    """What a policy costs for one block.
+    """What a training step takes, or that of one block with a policy, as measured.
 
     Attributes:
         saved: bytes that stay alive from its forward pass to its backward pass.
-        high: the most bytes alive in its own forward and backward pass, beyond those before it ran.
+        peak: the most bytes alive in both passes, beyond those before it ran.
         work: of both passes.
         host: bytes of the host that it pins.
 
     """
 
     saved: int
-    high: int
+    peak: int
     work: Work
     host: int = 0
+
+    def like(self, other: Cost) -> bool:
+        """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
+        numbers = [
+            (step.saved, step.peak, step.work.seconds, step.work.flops, step.work.traffic)
+            for step in (self, other)
+        ]
+        return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of equal blocks, or what lies between two of them.
-
-    Attributes:
-        paths: of the blocks; empty for what lies between, which occurs once.
-        grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by policy; for what lies between only the baseline's, and after the last run also that with less
-            saved there.
-
-    """
+    """A run of equal blocks, or what lies between two of them, which has no paths and occurs once."""
 
     paths: tuple[str, ...]
-    grads: int
-    costs: dict[Policy, Cost]
+    grads: int  # bytes of the gradients that the backward pass of one block leaves
+    # Between runs only the baseline's, and after the last run also that with less saved there.
+    costs: Mapping[Policy, Cost]
 
     @property
     def count(self) -> int:
@@ -84,46 +86,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Costs:
-    """A model's segments, in the order in which the forward pass reaches them.
-
-    Attributes:
-        segments: the runs of blocks, and what lies between, before and after.
-        baseline: the step of the baseline.
-        runs: the runs of blocks among them.
-        notes: policies that a block refuses, and why.
-
-    """
+    """A model's runs of blocks, and what lies before, between and after them, in the order of the forward pass."""
 
     segments: tuple[Segment, ...]
-    baseline: StepCost
+    baseline: Cost  # of the whole step
     runs: tuple[Run, ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """A training step as measured.
-
-    Attributes:
-        saved: bytes alive at the end of the forward pass.
-        peak: the most bytes alive, without parameters, buffers and inputs.
-        work: of both passes.
-        host: bytes of the host that are pinned at the end of the forward pass.
-
-    """
-
-    saved: int
-    peak: int
-    work: Work
-    host: int = 0
-
-    def like(self, other: StepCost) -> bool:
-        """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
-        numbers = [
-            (step.saved, step.peak, step.work.seconds, step.work.flops, step.work.traffic)
-            for step in (self, other)
-        ]
-        return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
+    notes: tuple[str, ...] = ()  # policies that fail, and why
 
 
 def measure_costs(
@@ -132,28 +100,16 @@ def measure_costs(
     policies: Sequence[Policy],
     progress: Callable[[float], None] = lambda share: None,
 ) -> Costs:
-    """Measure what each policy costs in each run of blocks.
+    """Measure what each policy costs in each run of blocks; UsageError if the baseline cannot be run.
 
-    Args:
-        subject: the model.
-        device: how long operations take.
-        policies: the policies, baseline first.
-        progress: called with the share that is done.
-
-    Returns:
-        The costs. Policies that a block refuses are left out; those that fail are noted, too.
-
-    Raises:
-        UsageError: the baseline cannot be run.
-
+    Policies that a block refuses are left out; those that fail are noted, too.
     """
     runs, marks = baseline_step(subject, device)
     parts = _Parts(subject, runs, marks)
-    segments, end = [_between(parts.between[0])], 0
+    segments, end = [_segment(*parts.between[0])], 0
     for run, after in zip(runs, parts.between[1:], strict=True):
         end += len(run.blocks)
-        span = parts.blocks[end - (len(run.blocks) + 1) // 2]
-        segments += [Segment(run.paths, span.grads, {BASELINE: span.cost}), _between(after)]
+        segments += [_segment(*parts.blocks[end - (len(run.blocks) + 1) // 2], run.paths), _segment(*after)]
     segments[-1] = _with_rest(subject, device, runs, segments[-1])
     notes: list[str] = []
     wanted = [_possible(run, [policy for policy in policies if policy != BASELINE]) for run in runs]
@@ -162,14 +118,14 @@ def measure_costs(
     for i, given in enumerate(passes):
         for measured in _tried(subject, device, runs, given, notes):
             for at, new in zip(range(1, len(segments), 2), measured, strict=True):  # runs, and what lies between
-                segments[at] = replace(segments[at], costs=new | segments[at].costs)
+                segments[at] = replace(segments[at], costs={**new, **segments[at].costs})
         progress((2 + i) / (1 + len(passes)))
     return Costs(tuple(segments), parts.step, tuple(runs), tuple(notes))
 
 
 def step(
     subject: Subject, device: Device, runs: Sequence[Run], policies: Sequence[Policy], whole: Policy = BASELINE
-) -> StepCost:
+) -> Cost:
     """Measure a training step of a model, with a policy for each block of its runs, and one for the whole."""
     return _Parts(subject, runs, _marks(subject, device, runs, policies, whole=whole)).step
 
@@ -179,8 +135,8 @@ def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
     if any(block is subject.model for run in runs for block in run.blocks):
         return end
     marks = _marks(subject, device, runs, _baseline(runs), whole=REST)
-    cost, baseline = _Parts(subject, runs, marks).between[-1].cost, end.costs[BASELINE]
-    if cost.saved >= baseline.saved and cost.high >= baseline.high:
+    cost, baseline = _Parts(subject, runs, marks).between[-1][0], end.costs[BASELINE]
+    if cost.saved >= baseline.saved and cost.peak >= baseline.peak:
         return end
     return replace(end, costs={**end.costs, REST: cost})
 
@@ -189,10 +145,6 @@ def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mom
     """Return the runs of a model, steady only if a step cut short foretells a longer one; and the baseline marks.
 
     The rest of a model may depend on the number of blocks, such as a loss that reads them all.
-
-    Raises:
-        UsageError: the baseline cannot be run.
-
     """
     runs = runs_of(subject)
     baseline = _baseline(runs)
@@ -211,8 +163,8 @@ def _baseline(runs: Sequence[Run]) -> list[Policy]:
     return [BASELINE for run in runs for _ in run.blocks]
 
 
-def _between(span: _Span) -> Segment:
-    return Segment((), span.grads, {BASELINE: span.cost})
+def _segment(cost: Cost, grads: int, paths: tuple[str, ...] = ()) -> Segment:
+    return Segment(paths, grads, {BASELINE: cost})
 
 
 def _possible(run: Run, policies: Sequence[Policy]) -> list[Policy]:
@@ -239,14 +191,6 @@ def _passes(runs: Sequence[Run], wanted: Sequence[Sequence[Policy]]) -> list[lis
 
 
 # --------------------------------------------------------------------------------------------------------- a pass
-
-
-@dataclass(frozen=True)
-class _Span:
-    """A part of a step: what a block, or what lies between, does in both passes."""
-
-    cost: Cost
-    grads: int
 
 
 def _tried(
@@ -350,17 +294,11 @@ def sharded(parameters: Iterable[Tensor], ranks: int) -> int:
 
 @dataclass(frozen=True)
 class _Extra:
-    """What FSDP2 adds on each rank while a part of a step runs; nothing in a single process.
-
-    Attributes:
-        forward, backward: bytes that are alive in either pass.
-        freed: bytes of the gradients that the part leaves, which are on other ranks then.
-
-    """
+    """What FSDP2 adds on each rank while a part of a step runs, in bytes; nothing in a single process."""
 
     forward: int = 0
     backward: int = 0
-    freed: int = 0
+    freed: int = 0  # of the gradients that the part leaves, which are on other ranks then
 
 
 def _extras(subject: Subject, owners: Sequence[nn.Module | None]) -> list[_Extra]:
@@ -369,12 +307,8 @@ def _extras(subject: Subject, owners: Sequence[nn.Module | None]) -> list[_Extra
     What is outside of the blocks is whole throughout, and its gradients are scattered at the end. A block that
     runs forward is there twice: as it was gathered, until the next one is, and in place. In the backward pass it
     is there once, beside the one that is gathered next and the gradients of the one before, which are being
-    scattered. Where gradients accumulate, no rank gets more of them. See PyTorch's `FSDPParamGroup`.
-
-    Args:
-        subject: the model.
-        owners: the block of each part, in the order of the forward pass; None for what lies between.
-
+    scattered. Where gradients accumulate, no rank gets more of them. See PyTorch's `FSDPParamGroup`. The `owners`
+    are the block of each part, in the order of the forward pass; None for what lies between.
     """
     n = subject.ranks
     if n == 1:
@@ -399,9 +333,8 @@ class _Parts:
     Attributes:
         firsts: the first block of each run.
         parts: of the step in order, with the block, what FSDP2 adds, and where both passes begin and end.
-        blocks: a part for each block.
-        between: parts before, between and after the runs.
-        step: the whole step.
+        blocks, between: the cost and the bytes of gradients of each block, and of what lies around the runs.
+        step: the cost of the whole step.
 
     """
 
@@ -410,67 +343,59 @@ class _Parts:
         self.places: dict[tuple[str, int], int] = {}
         for i, mark in enumerate(marks):
             self.places.setdefault((mark.what, mark.block), i)
-        forwards: list[tuple[int, int]] = []  # of both kinds, in the order of the forward pass
-        backwards: list[tuple[int, int]] = []  # in the order of the backward pass
+        start, loss, end = (self.places[what, -1] for what in ("start", "loss", "end"))
+        forward, backward = [start], [loss]  # where parts begin and end in either pass
         owners: list[nn.Module | None] = []
-        left, first = self._at("start"), 0
         self.firsts: list[int] = []
+        first = 0
         for run in runs:
             self.firsts.append(first)
             owners += [None, *run.blocks]
-            forwards.append((left, self._at("in", first)))
-            left = self._at("in", first)
-            for i in range(first, first := first + len(run.blocks)):
-                forwards.append((left, self._at("out", i)))
-                left = self._at("out", i)
+            last = first + len(run.blocks)
+            forward += [self.places["in", first], *(self.places["out", i] for i in range(first, last))]
+            first = last
         owners.append(None)
-        forwards.append((left, self._at("loss")))
-        begin, end = self._at("loss"), self._at("end")
         for run in reversed(runs):
             last, first = first - 1, first - len(run.blocks)
-            backwards.append((begin, begin := self.places.get(("grad out", last), begin)))
+            backward.append(self.places.get(("grad out", last), backward[-1]))
             for i in range(last, first - 1, -1):
                 what = ("grad in", i) if i == first else ("grad out", i - 1)
                 before = self.places.get(("grad out", i - 1), end)
-                backwards.append((begin, begin := max(begin, self.places.get(what, before))))
-        backwards.append((begin, end))
-        self.parts = parts = [*zip(owners, _extras(subject, owners), forwards, reversed(backwards), strict=True)]
-        self.blocks = [self._span(*part[1:]) for part in parts if part[0] is not None]
-        self.between = [self._span(*part[1:]) for part in parts if part[0] is None]
+                backward.append(max(backward[-1], self.places.get(what, before)))
+        spans = pairwise([*forward, loss]), reversed([*pairwise([*backward, end])])
+        self.parts = parts = [*zip(owners, _extras(subject, owners), *spans, strict=True)]
+        self.blocks = [self._span(*part) for owner, *part in parts if owner is not None]
+        self.between = [self._span(*part) for owner, *part in parts if owner is None]
         most = freed = 0
-        for _, extra, forward, backward in reversed(parts):
-            most = max(most, self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - freed)
+        for _, extra, there, back in reversed(parts):
+            most = max(most, self._peak(*there) + extra.forward, self._peak(*back) + extra.backward - freed)
             freed += extra.freed
-        loss = marks[self._at("loss")]
-        self.step = StepCost(loss.level, most, sum((mark.work for mark in marks), Work()), loss.host)
+        work = sum((mark.work for mark in marks), Work())
+        self.step = Cost(marks[loss].level, most, work, marks[loss].host)
 
     def cost(self, i: int, policy: Policy) -> Cost:
         """Return what a policy costs for a block; where it offloads, memory that is on its way is there, too."""
-        cost = self.blocks[i].cost
+        cost, _ = self.blocks[i]
         if not policy.offload:
             return cost
         first = max(first for first in self.firsts if first <= i)
-        before = self.marks[self._at("in", first)].level + (i - first) * cost.saved
-        at = [k for k, (owner, *_) in enumerate(self.parts) if owner is not None][i]
-        _, extra, forward, backward = self.parts[at]
-        grads = sum(self._span(*part[1:]).grads + part[1].freed for part in self.parts[at + 1 :])
-        peaks = self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - grads
-        return replace(cost, high=max(peaks) - before)
-
-    def _at(self, what: str, block: int = -1) -> int:
-        return self.places[what, block]
+        before = self.marks[self.places["in", first]].level + (i - first) * cost.saved
+        at = i + sum(first <= i for first in self.firsts)  # a part lies before each run
+        _, extra, there, back = self.parts[at]
+        grads = sum(self._span(*part)[1] + part[0].freed for _, *part in self.parts[at + 1 :])
+        peaks = self._peak(*there) + extra.forward, self._peak(*back) + extra.backward - grads
+        return replace(cost, peak=max(peaks) - before)
 
     def _peak(self, begin: int, end: int) -> int:
         return max([self.marks[begin].level, *(mark.peak for mark in self.marks[begin + 1 : end + 1])])
 
-    def _span(self, extra: _Extra, forward: tuple[int, int], backward: tuple[int, int]) -> _Span:
-        """Return a part by the places where its passes begin and end."""
+    def _span(self, extra: _Extra, forward: tuple[int, int], backward: tuple[int, int]) -> tuple[Cost, int]:
+        """Return a part's cost and gradients, by the places where its passes begin and end."""
         (a, b), (c, d) = forward, backward
         level = [mark.level for mark in self.marks]
         saved = level[b] - level[a]
-        high = max(
-            self._peak(a, b) - level[a] + extra.forward, self._peak(c, d) - level[c] + saved + extra.backward
-        )
+        there, back = self._peak(a, b) - level[a], self._peak(c, d) - level[c] + saved
         work = sum((mark.work for i, j in (forward, backward) for mark in self.marks[i + 1 : j + 1]), Work())
-        cost = Cost(saved, high, work, self.marks[b].host - self.marks[a].host)
-        return _Span(cost, level[d] - level[c] + saved - extra.freed)
+        peak = max(there + extra.forward, back + extra.backward)
+        cost = Cost(saved, peak, work, self.marks[b].host - self.marks[a].host)
+        return cost, level[d] - level[c] + saved - extra.freed

@@ -57,7 +57,7 @@ def test_what_waits_for_a_link() -> None:
         plain, quick, late = fast[POLICIES[other]], fast[POLICIES[name]], slow[POLICIES[name]]
         assert quick.work.seconds == pytest.approx(plain.work.seconds, rel=1e-6)
         assert quick.work.flops == plain.work.flops
-        assert (late.saved, late.high, late.host) == (quick.saved, quick.high, quick.host)
+        assert (late.saved, late.peak, late.host) == (quick.saved, quick.peak, quick.host)
         left = plain.saved - quick.saved  # what is on the host, which takes a power of two for each
         assert 0.95 * plain.saved < left <= quick.host <= 2 * left
         assert late.work.seconds == pytest.approx(2 * left / 1e6, rel=0.01)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import fitact
 from fitact.base import UsageError
 from fitact.planning import GIB, Plan, Planner, make
-from fitact.planning.make import CACHE, ONE_BLOCK, Problem
+from fitact.planning.make import CACHE, ONE_BLOCK, allowed, every
 from fitact.planning.programme import peak
 from fitact.planning.record import from_json, sentence
-from fitact.runtime.choose import BASELINE, OF_BLOCKS, POLICIES, REST, Policy, StepCost, changed, selectively
+from fitact.runtime.choose import BASELINE, OF_BLOCKS, POLICIES, REST, Cost, Policy, changed, selectively
 from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
 from fitact.runtime.choose.costs import step as measured_step
 from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, devices, hugging_face, prepare
@@ -202,13 +202,13 @@ OF_GELU = [policy for policy in OF_BLOCKS if policy.method != "output" and not p
 @pytest.mark.parametrize("policy", OF_GELU, ids=lambda policy: policy.name)
 def test_costs_of_blocks_add_up_to_the_peak_of_the_model(policy: Policy) -> None:
     """By PyTorch's tracker on real tensors; where a run ends, its output may be saved or not."""
-    problem = Problem(planner().costs, ERRORS[-1])
+    segments = allowed(planner().costs, ERRORS[-1])
     model, x = stack()
     blocks = [*model.first, *model.second]
     with changed(blocks, [policy] * len(blocks), model, BASELINE):
         tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
     own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
-    assert peak(problem.stages, problem.every(policy)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
+    assert peak(segments, every(segments, policy)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
 
 
 @cache
@@ -356,7 +356,7 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
     room = (low + high) // 2
     tried: list[list[str]] = []
 
-    def noted(subject: Any, device: Any, runs: Any, policies: Sequence[Policy], whole: Policy) -> StepCost:
+    def noted(subject: Any, device: Any, runs: Any, policies: Sequence[Policy], whole: Policy) -> Cost:
         tried.append([whole.name, *(policy.name for policy in policies)])
         done = measured_step(subject, device, runs, policies, whole)
         return dataclasses.replace(done, peak=done.peak + (high - low) // 8)

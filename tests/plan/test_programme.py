@@ -2,35 +2,49 @@
 
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 
-from fitact.planning.programme import Option, Stage, fastest, least, peak, seconds
+from fitact.planning.programme import fastest, least, peak, seconds
+from fitact.runtime.choose import Cost, Segment
+from fitact.runtime.measure import Work
 
 
-def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Stage]:
+def cost(saved: int, peak: int, seconds: float, host: int = 0) -> Cost:
+    return Cost(saved, peak, Work(seconds), host)
+
+
+def segment(count: int, grads: int, *costs: Cost) -> Any:
+    """Return equal blocks, whose policies are numbers here."""
+    return Segment(("",) * count, grads, dict(enumerate(costs)))
+
+
+def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Any]:
     rng = random.Random(seed)
     grads = rng.choice([0, 5, 60])
 
-    def option() -> Option:
+    def option() -> Cost:
         saved = rng.randrange(1, 100)
         host = rng.choice([0, rng.randrange(50)])
-        return Option(saved, saved + rng.randrange(80), rng.randrange(1, 40) / 7, host)
+        return cost(saved, saved + rng.randrange(80), rng.randrange(1, 40) / 7, host)
 
-    return [Stage(n, rng.randrange(grads + 1), tuple(option() for _ in range(options))) for n in counts]
+    return [segment(n, rng.randrange(grads + 1), *(option() for _ in range(options))) for n in counts]
 
 
-def everything(given: list[Stage]) -> list[tuple[int, float, int]]:
+def everything(given: list[Any]) -> list[tuple[int, float, int]]:
     """Return peak, time and bytes on the host of every sequence of options."""
     results = []
-    for chosen in product(*(product(range(len(s.options)), repeat=s.count) for s in given)):
+    for chosen in product(*(product(range(len(s.costs)), repeat=s.count) for s in given)):
         level, most = 0, 0
-        blocks = [(s, s.options[i]) for s, some in zip(given, chosen, strict=True) for i in some]
+        blocks = [(s, s.costs[i]) for s, some in zip(given, chosen, strict=True) for i in some]
         for at, (_, block) in enumerate(blocks):
             later = sum(s.grads for s, _ in blocks[at + 1 :])
-            most = max(most, level + block.high + later)
+            most = max(most, level + block.peak + later)
             level += block.saved
-        results.append((most, sum(block.seconds for _, block in blocks), sum(block.host for _, block in blocks)))
+        results.append(
+            (most, sum(block.work.seconds for _, block in blocks), sum(block.host for _, block in blocks))
+        )
     return results
 
 
@@ -50,21 +64,21 @@ def test_the_optimum_is_that_of_brute_force(seed: int, counts: tuple[int, ...]) 
             options = fastest(given, room, host)
             assert [len(some) for some in options] == [s.count for s in given]
             assert peak(given, options) <= room
-            chosen = [s.options[i] for s, some in zip(given, options, strict=True) for i in some]
+            chosen = [s.costs[i] for s, some in zip(given, options, strict=True) for i in some]
             assert sum(each.host for each in chosen) <= host
             best = min(time for most, time in every if most <= room)
             assert seconds(given, options) == pytest.approx(best, rel=1e-9)
 
 
 def test_of_equals_the_first_is_taken() -> None:
-    given = [Stage(4, 0, (Option(9, 9, 1.0), Option(8, 9, 1.0), Option(8, 9, 1.0)))]
+    given = [segment(4, 0, cost(9, 9, 1.0), cost(8, 9, 1.0), cost(8, 9, 1.0))]
     assert fastest(given, 33) == [[1, 1, 1, 1]]
 
 
 def test_many_blocks_of_many_ways_in_gigabytes() -> None:
     """A budget of a model's size is met to the byte, though the solver works with a tolerance."""
     gib = 2**30
-    options = tuple(Option(gib * (13 - k) // 5 + k, 3 * gib + k, 1 + k * k / 100) for k in range(0, 12, 3))
-    given = [Stage(1, gib, (Option(gib, gib, 0.1),)), Stage(32, 7 * 2**20, options)]
+    options = tuple(cost(gib * (13 - k) // 5 + k, 3 * gib + k, 1 + k * k / 100) for k in range(0, 12, 3))
+    given = [segment(1, gib, cost(gib, gib, 0.1)), segment(32, 7 * 2**20, *options)]
     for room in (40 * gib, 70 * gib - 1):
         assert peak(given, fastest(given, room)) <= room

@@ -13,7 +13,7 @@ import fitact
 from benchmarks import saved as counts
 from fitact.fitter.numerics import rounded
 from fitact.planning import GIB
-from fitact.planning.make import Planner, Problem
+from fitact.planning.make import Planner, allowed, every
 from fitact.planning.programme import peak
 from fitact.runtime.choose import BASELINE, FULL, measure
 from fitact.runtime.measure import USUAL, Training, device_of, hugging_face, prepare
@@ -225,7 +225,7 @@ def test_the_plan() -> None:
     """What is recomputed beyond the baseline, beside checkpointing of all blocks; and the least memory."""
     subject = prepare(hugging_face("llama"), Training(lora=("all",)), batch=8, seq=2048)
     planner = Planner(subject, "adamw", device_of(USUAL))
-    problem = Problem(planner.costs, "exact")
+    segments = allowed(planner.costs, "exact")
     full = sum(
         segment.count * (segment.costs[FULL].work.flops - segment.costs[BASELINE].work.flops)
         for segment in planner.costs.segments
@@ -235,9 +235,9 @@ def test_the_plan() -> None:
     less = [100 - 100 * plan.flops_again / full for plan in plans]
     bytes_of = (
         planner.fixed + planner.costs.baseline.peak,
-        24 * GIB - planner.fixed - peak(problem.stages, problem.every(FULL)),
+        24 * GIB - planner.fixed - peak(segments, every(segments, FULL)),
         planner.least("exact"),
-        planner.fixed + peak(problem.stages, problem.every(FULL)),
+        planner.fixed + peak(segments, every(segments, FULL)),
     )
     baseline, left, rounding, exact, least, checkpointed = numbers(
         r"needs (\d+) GiB as it is. In 24 GiB, where full checkpointing leaves ([\d.]+) GiB, the plan recomputes "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import groupby
+from itertools import count, groupby, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from fitact.runtime.choose import (
     Cost,
     Costs,
     Policy,
-    StepCost,
+    Segment,
     measure_costs,
     sharded,
     step,
@@ -31,7 +31,7 @@ from fitact.runtime.measure import USUAL, Device, Patterns, Subject, copied, dev
 from fitact.runtime.saving import ERRORS
 
 from .capacity import Curve
-from .programme import Option, Stage, fastest, least, peak, seconds
+from .programme import Answer, fastest, least, peak, seconds
 from .record import GIB, Group, Plan, Point
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ CACHE = (
     "plan with model.config.use_cache = False"
 )
 
-Answer = list[list[int]]
-Answered = tuple[list[Group], StepCost]  # an answer's groups, and its step as measured
+Answered = tuple[list[Group], Cost]  # an answer's groups, and its step as measured
 
 
 def plan(
@@ -285,46 +284,46 @@ class Planner:
 
         Times are scaled so that the baseline's is the measured one.
         """
-        problem = Problem(self.costs, "exact", self.host)
-        scale = self.costs.baseline.work.seconds / seconds(problem.stages, problem.every(BASELINE))
+        exact = allowed(self.costs, "exact")
+        scale = self.costs.baseline.work.seconds / seconds(exact, every(exact, BASELINE))
 
-        def point(name: str, answer: Answer, error: str = "exact", of: Problem = problem) -> Point:
-            return Point(name, error, self.fixed + peak(of.stages, answer), scale * seconds(of.stages, answer))
+        def point(name: str, segments: Sequence[Segment], answer: Answer, error: str = "exact") -> Point:
+            return Point(name, error, self.fixed + peak(segments, answer), scale * seconds(segments, answer))
 
-        baseline = point("baseline", problem.every(BASELINE))
+        baseline = point("baseline", exact, every(exact, BASELINE))
         ran = {policy for segment in self.costs.segments for policy in segment.costs}  # others failed
         uniform = [policy for policy in (FULL, SELECTIVE, MOVED) if policy in ran]
-        points = [baseline, *(point(policy.name, problem.every(policy)) for policy in uniform)]
+        points = [baseline, *(point(policy.name, exact, every(exact, policy)) for policy in uniform)]
         for n, name in EVERY.items() if FULL in ran else ():
-            points.append(point(f"every {name} block {FULL.name}", problem.every(FULL, n)))
+            points.append(point(f"every {name} block {FULL.name}", exact, every(exact, FULL, n)))
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
-            of = Problem(self.costs, error, self.host)
-            low, high = of.least(), baseline.peak - self.fixed
+            segments = allowed(self.costs, error)
+            low, high = least(segments, self.host), baseline.peak - self.fixed
             line: list[Point] = []
             for k in range(FRONT):
-                answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)), self.host)
+                answer = fastest(segments, slack(low + (high - low) * k // (FRONT - 1)), self.host)
                 if answer is not None:
-                    answered = point("plan", answer, error, of)
+                    answered = point("plan", segments, answer, error)
                     line += [answered] if not line or answered.seconds < line[-1].seconds else []
             points += line
         return tuple(points)
 
     # ------------------------------------------------------------------------------- answers that fit as measured
 
-    def _chosen(self, error: str, room: int) -> tuple[list[Group], StepCost]:
+    def _chosen(self, error: str, room: int) -> tuple[list[Group], Cost]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
-        allowed, hosts = ERRORS[: ERRORS.index(error) + 1], dict.fromkeys((0, self.host))
+        errors, hosts = ERRORS[: ERRORS.index(error) + 1], dict.fromkeys((0, self.host))
         answered: Answered | None = None
-        for problem in (Problem(self.costs, some, host) for some in allowed for host in hosts):
-            within = self._within(problem, room)
+        for some, host in product(errors, hosts):
+            within = self._within(allowed(self.costs, some), room, host)
             if within is not None and (answered is None or _quicker(within[1], answered[1])):
                 answered = within  # a larger error and memory of the host have to pay
-        problems = [Problem(self.costs, error, host) for host in hosts]  # memory in flight may leave no room
-        if answered is None:
-            frugal = [self._done(problem, problem.frugal()) for problem in problems]
+        segments = allowed(self.costs, error)
+        if answered is None:  # memory in flight may leave no room
+            frugal = [self._done(segments, _frugal(segments, host)) for host in hosts]
             answered = min(frugal, key=lambda both: both[1].peak)
         for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
-            less = self._within(problems[-1], answered[1].peak - 1) if answered[1].peak > room else None
+            less = self._within(segments, answered[1].peak - 1, self.host) if answered[1].peak > room else None
             if less is None:
                 break
             answered = less
@@ -332,112 +331,78 @@ class Planner:
             return answered
         return [], min(answered[1], self.costs.baseline, key=lambda step: step.peak)
 
-    def _within(self, problem: Problem, room: int) -> Answered | None:
+    def _within(self, segments: Sequence[Segment], room: int, host: int) -> Answered | None:
         """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
         baseline = self.costs.baseline
-        limit, host = room, problem.host
+        limit, pinned = room, host
         best: Answered | None = (
-            (problem.groups(problem.every(BASELINE)), baseline) if baseline.peak <= room else None
+            (_groups(segments, every(segments, BASELINE)), baseline) if baseline.peak <= room else None
         )
         for _ in range(TRIES):
-            answer = fastest(problem.stages, limit, host)
+            answer = fastest(segments, limit, pinned)
             if answer is None:
                 break
-            groups, done = self._done(problem, answer)
-            if done.peak <= room and done.host <= problem.host:
+            groups, done = self._done(segments, answer)
+            if done.peak <= room and done.host <= host:
                 if best is None or _quicker(done, best[1]):
                     best = groups, done
                 break
-            limit = peak(problem.stages, answer) - max(done.peak - room, 0)  # less than it needs by the sum
-            host -= max(done.host - problem.host, 0)
+            limit = peak(segments, answer) - max(done.peak - room, 0)  # less than it needs by the sum
+            pinned -= max(done.host - host, 0)
         return best
 
-    def _done(self, problem: Problem, answer: Answer) -> Answered:
-        taken, whole = problem.taken(answer), problem.whole(answer)
-        return problem.groups(answer), step(self.subject, self.device, self.costs.runs, taken, whole)
+    def _done(self, segments: Sequence[Segment], answer: Answer) -> Answered:
+        taken = [policy for policy, _ in _blocks(segments, answer)]
+        return _groups(segments, answer), step(self.subject, self.device, self.costs.runs, taken, answer[-1][0])
 
 
-def _quicker(candidate: StepCost, other: StepCost) -> bool:
+def _quicker(candidate: Cost, other: Cost) -> bool:
     """Whether a step is quicker than another by what it is worth to change a model."""
     return candidate.work.seconds < other.work.seconds * (1 - WORTH)
 
 
-class Problem:
-    """The programme of a model's costs, with the policies that an error allows.
+def allowed(costs: Costs, error: str) -> list[Segment]:
+    """Return a model's segments with the policies whose gradients are off by no more than an error."""
+    most = ERRORS.index(error)
+    policies = [policy for policy in (*OF_BLOCKS, REST) if ERRORS.index(policy.error) <= most]
+    return [
+        replace(segment, costs={policy: segment.costs[policy] for policy in policies if policy in segment.costs})
+        for segment in costs.segments
+    ]
 
-    Attributes:
-        costs: the costs.
-        host: bytes of the host that may be pinned.
-        policies: for each segment the policies, in the order of the stages' options.
-        stages: the programme's stages.
 
-    """
+def every(segments: Sequence[Segment], policy: Policy, n: int = 1) -> Answer:
+    """Return the answer in which every n-th block has a policy, where it can; the others stay as they are."""
+    places = count()
+    return [
+        [policy if next(places) % n == 0 and policy in segment.costs else BASELINE for _ in segment.paths]
+        or [BASELINE]  # of what lies between
+        for segment in segments
+    ]
 
-    def __init__(self, costs: Costs, error: str, host: int = 0) -> None:
-        self.costs, self.host = costs, host
-        most = ERRORS.index(error)
-        self.policies = [
-            [
-                policy
-                for policy in (*OF_BLOCKS, REST)
-                if policy in segment.costs and ERRORS.index(policy.error) <= most
-            ]
-            for segment in costs.segments
-        ]
-        self.stages = [
-            Stage(segment.count, segment.grads, tuple(_option(segment.costs[policy]) for policy in policies))
-            for segment, policies in zip(costs.segments, self.policies, strict=True)
-        ]
 
-    def every(self, policy: Policy, n: int = 1) -> Answer:
-        """Return the answer in which every n-th block has a policy, where it can; the others stay as they are."""
-        answer: Answer = []
-        block = 0
-        for segment, policies in zip(self.costs.segments, self.policies, strict=True):
-            chosen = []
-            for _ in range(segment.count):
-                applies = policy in policies and bool(segment.paths) and block % n == 0
-                chosen.append(policies.index(policy) if applies else 0)
-                block += bool(segment.paths)
-            answer.append(chosen)
-        return answer
+def _blocks(segments: Sequence[Segment], answer: Answer) -> list[tuple[Policy, str]]:
+    """Return the policy and the path of each block."""
+    pairs = zip(segments, answer, strict=True)
+    return [both for segment, chosen in pairs for both in zip(chosen, segment.paths, strict=False)]
 
-    def groups(self, answer: Answer) -> list[Group]:
-        """Return the groups of blocks of the same policy, each in one part of the model."""
-        paths = (path for segment in self.costs.segments for path in segment.paths)
-        by_policy = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
-        groups = [Group(policy.name, tuple(path for _, path in some)) for policy, some in by_policy]
-        return groups if self.whole(answer) == BASELINE else [*groups, Group(REST.name, ("",))]
 
-    def whole(self, answer: Answer) -> Policy:
-        """Return the policy of the whole model, which is that of what follows its last block."""
-        return self.policies[-1][answer[-1][0]]
+def _groups(segments: Sequence[Segment], answer: Answer) -> list[Group]:
+    """Return the groups of blocks of the same policy, each in one part of the model."""
+    by_policy = groupby(_blocks(segments, answer), itemgetter(0))
+    groups = [Group(policy.name, tuple(path for _, path in some)) for policy, some in by_policy]
+    rest = answer[-1][0]  # the policy of the whole model is that of what follows its last block
+    return groups if rest == BASELINE else [*groups, Group(rest.name, ("",))]
 
-    def taken(self, answer: Answer) -> list[Policy]:
-        """Return the policy of each block."""
-        return [
-            policies[i]
-            for segment, policies, chosen in zip(self.costs.segments, self.policies, answer, strict=True)
-            for i in chosen[: len(segment.paths)]
-        ]
 
-    def least(self) -> int:
-        """Return the lowest peak of all answers."""
-        return least(self.stages, self.host)
-
-    def frugal(self) -> Answer:
-        """Return an answer with the lowest peak."""
-        answer = fastest(self.stages, slack(self.least()), self.host)
-        return answer if answer is not None else self.every(FULL)
+def _frugal(segments: Sequence[Segment], host: int) -> Answer:
+    """Return an answer with the lowest peak."""
+    return fastest(segments, slack(least(segments, host)), host) or every(segments, FULL)
 
 
 def slack(room: int) -> int:
     """Return a little more room than is needed, for the solver's tolerance."""
     return room + room // 10**5
-
-
-def _option(cost: Cost) -> Option:
-    return Option(cost.saved, cost.high, cost.work.seconds, cost.host)
 
 
 def largest(

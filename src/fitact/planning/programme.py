@@ -19,177 +19,135 @@ waits for the link is measured among blocks like itself, and is a part of its se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from operator import attrgetter, le
+from operator import le
 from typing import Any
 
 import numpy as np
 
 from fitact.base import JobError
+from fitact.runtime.choose import Cost, Policy, Segment
 
 TOLERANCE = 10**6  # of the solver, as a part of the room
+Answer = list[list[Policy]]  # for each segment, the policy of each of its blocks, in their order
 
 
-@dataclass(frozen=True)
-class Option:
-    """A policy for one block of a run.
+def _useful(segment: Segment) -> list[Policy]:
+    """Return the policies that no other one beats or equals, in the order in which the blocks should have them."""
+    numbers: dict[tuple[float, ...], Policy] = {}
+    for policy, cost in segment.costs.items():
+        numbers.setdefault((cost.saved, cost.peak, cost.work.seconds, cost.host), policy)
+    useful = [
+        policy
+        for own, policy in numbers.items()
+        if not any(other != own and all(map(le, other, own)) for other in numbers)
+    ]
 
-    Attributes:
-        saved: bytes that it saves from its forward to its backward pass.
-        high: the most bytes alive in either of its passes, above what was there before it ran forward.
-        seconds: what both passes take.
-        host: bytes that it pins on the host.
+    def rank(policy: Policy) -> tuple[int, int]:
+        cost = segment.costs[policy]
+        return (0, cost.peak) if cost.saved < segment.grads else (1, cost.saved - cost.peak)
 
-    """
-
-    saved: int
-    high: int
-    seconds: float
-    host: int = 0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Equal blocks that follow one another.
-
-    Attributes:
-        count: how many there are.
-        grads: bytes of gradients that each leaves.
-        options: what each may become; of equal ones only the first is taken.
-
-    """
-
-    count: int
-    grads: int
-    options: tuple[Option, ...]
-
-    def order(self) -> list[int]:
-        """Return the options in the order in which the blocks of the stage should have them."""
-
-        def rank(i: int) -> tuple[int, int]:
-            option = self.options[i]
-            return (0, option.high) if option.saved < self.grads else (1, option.saved - option.high)
-
-        return sorted(range(len(self.options)), key=rank)
-
-    def useful(self) -> list[int]:
-        """Return the options that no other one beats or equals in all four numbers."""
-        numbers = [astuple(option) for option in self.options]
-        return [
-            i
-            for i, own in enumerate(numbers)
-            if numbers.index(own) == i and not any(other != own and all(map(le, other, own)) for other in numbers)
-        ]
+    return sorted(useful, key=rank)
 
 
-def peak(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> int:
-    """Return the most bytes alive in a step.
+def _taken(segments: Sequence[Segment], answer: Answer) -> list[tuple[Segment, Cost]]:
+    """Return each block's segment, and what it costs there."""
+    pairs = zip(segments, answer, strict=True)
+    return [(segment, segment.costs[policy]) for segment, chosen in pairs for policy in chosen]
 
-    Args:
-        stages: the stages.
-        options: the option of each block of each stage, in the order of the blocks.
 
-    """
+def peak(segments: Sequence[Segment], answer: Answer) -> int:
+    """Return the most bytes alive in a step."""
     level, most = 0, 0
-    grads = sum(stage.count * stage.grads for stage in stages)
-    for stage, chosen in zip(stages, options, strict=True):
-        for i in chosen:
-            grads -= stage.grads
-            most = max(most, level + stage.options[i].high + grads)
-            level += stage.options[i].saved
+    grads = sum(segment.count * segment.grads for segment in segments)
+    for segment, cost in _taken(segments, answer):
+        grads -= segment.grads
+        most = max(most, level + cost.peak + grads)
+        level += cost.saved
     return most
 
 
-def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
+def seconds(segments: Sequence[Segment], answer: Answer) -> float:
     """Return what a step takes."""
-    return sum(stage.options[i].seconds for stage, chosen in zip(stages, options, strict=True) for i in chosen)
+    return sum(cost.work.seconds for _, cost in _taken(segments, answer))
 
 
-def fastest(stages: Sequence[Stage], room: int, host: int = 0) -> list[list[int]] | None:
-    """Return the options of the fastest step whose peak is at most `room` bytes.
+def fastest(segments: Sequence[Segment], room: int, host: int = 0) -> Answer | None:
+    """Return the fastest step with a peak of at most `room` bytes, and `host` bytes pinned; None if nothing fits.
 
     SciPy's `milp` solves the programme by branch and bound. The optimum is exact, but for a few millionths of
     `room`, which is the solver's tolerance.
-
-    Args:
-        stages: the stages.
-        room: bytes.
-        host: the most bytes that may be pinned on the host.
-
-    Returns:
-        The option of each block of each stage; None if nothing fits.
-
     """
     limit = room
     for _ in range(8):
-        options = _solved(stages, limit, host)
-        if options is None:
+        answer = _solved(segments, limit, host)
+        if answer is None:
             return None
-        over = peak(stages, options) - room
+        over = peak(segments, answer) - room
         if over <= 0:
-            return options
+            return answer
         limit -= over + room // TOLERANCE  # the solver let it pass: ask for that much less
     return None
 
 
-def least(stages: Sequence[Stage], host: int = 0) -> int:
-    """Return the lowest peak of all options that pin no more than `host` bytes, to a millionth."""
-    none = [stage.options.index(min(stage.options, key=attrgetter("host"))) for stage in stages]
-    low, high = 0, peak(stages, [[i] * stage.count for i, stage in zip(none, stages, strict=True)])
+def least(segments: Sequence[Segment], host: int = 0) -> int:
+    """Return the lowest peak of all answers that pin no more than `host` bytes, to a millionth."""
+    none = (min(segment.costs, key=lambda policy: segment.costs[policy].host) for segment in segments)
+    low, high = 0, peak(segments, [[policy] * s.count for policy, s in zip(none, segments, strict=True)])
     while high - low > high // TOLERANCE:
         middle = (low + high) // 2
-        options = fastest(stages, middle, host)
-        low, high = (middle + 1, high) if options is None else (low, peak(stages, options))
+        answer = fastest(segments, middle, host)
+        low, high = (middle + 1, high) if answer is None else (low, peak(segments, answer))
     return high
 
 
-def _solved(stages: Sequence[Stage], room: int, host: int) -> list[list[int]] | None:
-    """Solve the programme, and return the option of each block of each stage, in the order with the lowest peak.
+def _solved(segments: Sequence[Segment], room: int, host: int) -> Answer | None:
+    """Solve the programme.
 
-    Variables: for each stage and option the number n of blocks, an integer, and whether there are any, u. Bytes
+    Variables: for each segment and policy the number n of blocks, an integer, and whether there are any, u. Bytes
     and seconds are scaled to numbers near 1.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    total = sum(len(stage.options) for stage in stages)
-    places = np.split(np.arange(total), np.cumsum([len(stage.options) for stage in stages])[:-1])
-    unit = np.eye(2 * total)  # a row for each variable: first each n, then each u
+    useful = [_useful(segment) for segment in segments]
+    total = sum(map(len, useful))
+    variables = zip(*np.split(np.eye(2 * total), 2), strict=True)  # a row for each n, and one for its u
     scale = max(room, 1)
     constraints: list[tuple[Any, float, float]] = []  # each a row, and its bounds
-    before = np.zeros(2 * total)  # bytes saved by earlier stages
-    grads = sum(stage.count * stage.grads for stage in stages)
+    before = times = pinned = np.zeros(
+        2 * total
+    )  # rows: bytes saved by earlier segments, seconds, bytes on the host
+    grads = sum(segment.count * segment.grads for segment in segments)
     worst = 0  # the most that they can save
-    for stage, place in zip(stages, places, strict=True):
-        constraints.append((unit[place].sum(axis=0), stage.count, stage.count))
-        grads -= stage.count * stage.grads
-        ahead = before  # saved and given up by the blocks before, of this stage too
-        useful, most = stage.useful(), 0
-        for i in stage.order():
-            option, n, u = stage.options[i], unit[place[i]], unit[total + place[i]]
-            if i not in useful:
-                constraints.append((n, 0, 0))
-                continue
-            constraints.append((n - stage.count * u, -np.inf, 0))
-            base = grads + (stage.count - 1) * stage.grads + option.high
-            gain = option.saved - stage.grads
+    for segment, policies in zip(segments, useful, strict=True):
+        grads -= segment.count * segment.grads
+        ahead = before  # saved and given up by the blocks before, of this segment too
+        blocks, most = np.zeros(2 * total), 0
+        for policy in policies:
+            cost, (n, u) = segment.costs[policy], next(variables)
+            constraints.append((n - segment.count * u, -np.inf, 0))
+            base = grads + (segment.count - 1) * segment.grads + cost.peak
+            gain = cost.saved - segment.grads
             most = max(most, gain)
-            big = max(0, worst + stage.count * most + base + max(-gain, 0) - room)  # lifts the limit where u is 0
+            big = max(
+                0, worst + segment.count * most + base + max(-gain, 0) - room
+            )  # lifts the limit where u is 0
             constraints.append(((ahead + big * u) / scale, -np.inf, (room - base + big) / scale))
             ahead = ahead + gain * n
             constraints.append(((ahead + big * u) / scale, -np.inf, (room - base + gain + big) / scale))
-        saved = [option.saved for option in stage.options]
-        before = before + saved @ unit[place]
-        worst += stage.count * max(saved)
-    each = [(option.seconds, option.host) for stage in stages for option in stage.options]
-    times, pinned = np.array(each).T @ unit[:total]
+            blocks = blocks + n
+            before = before + cost.saved * n
+            times = times + cost.work.seconds * n
+            pinned = pinned + cost.host * n
+        constraints.append((blocks, segment.count, segment.count))
+        worst += segment.count * max(segment.costs[policy].saved for policy in policies)
     if pinned.any():
         constraints.append((pinned / max(host, 1), -np.inf, host / max(host, 1)))
     rows, lower, upper = zip(*constraints, strict=True)
-    bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)
+    bounds = [segment.count for segment, policies in zip(segments, useful, strict=True) for _ in policies]
     result = milp(
         times / max(float(times.max()), 1e-30),
         constraints=LinearConstraint(np.array(rows), lower, upper),
-        bounds=Bounds(0, bounds),
+        bounds=Bounds(0, np.array([*bounds, *[1] * total], dtype=float)),
         integrality=np.ones(2 * total),
         options={"mip_rel_gap": 0.0},
     )
@@ -197,8 +155,5 @@ def _solved(stages: Sequence[Stage], room: int, host: int) -> list[list[int]] | 
         if result.status != 2:  # it is not that nothing fits
             raise JobError(f"the integer programme could not be solved: {result.message}")
         return None
-    counts = np.rint(result.x).astype(int)
-    return [
-        [i for i in stage.order() for _ in range(counts[place[i]])]
-        for stage, place in zip(stages, places, strict=True)
-    ]
+    counts = iter(np.rint(result.x).astype(int))
+    return [[policy for policy in policies for _ in range(next(counts))] for policies in useful]
