@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fitact
 from fitact.base import UsageError
 from fitact.generated import gelu_fewbit3
-from fitact.planning.capacity import Curve
+from fitact.planning.capacity import largest_size
 from fitact.runtime.choose import BASELINE, FULL, POLICIES, SELECTIVE, Policy, changed, compiled, measure
 from fitact.runtime.measure import Subject, Training, blocks_of, count_saved, gpu_kernels, prepare
 from fitact.runtime.measure import reference as models_reference
@@ -354,11 +355,12 @@ CURVES += [(flat(size, degree), range(1, degree + 2), 22) for size in (1, 2, 5, 
 def test_the_largest_size_takes_few_measurements(needed: Any, nodes: Any, tries: int, limit: int | None) -> None:
     """No size is tried that is far beyond what fits."""
     for room in range(0, 90_000, 1_733):
-        curve = Curve(needed, limit, nodes)
-        most = curve.largest(room)
+        tried = Mock(side_effect=needed)
+        most = largest_size(tried, room, nodes, limit)
+        measured = {call.args[0] for call in tried.call_args_list}
         assert most == 0 or needed(most) <= room
         assert most == limit or needed(most + 1) > room
-        assert len(curve.measured) <= tries and max(curve.measured) <= max(8 * most, nodes[-1])
+        assert len(measured) <= tries and max(measured) <= max(8 * most, nodes[-1])
 
 
 def test_attention_of_pytorchs_own_modules() -> None:

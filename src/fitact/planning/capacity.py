@@ -4,75 +4,48 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
 from math import prod
 
 TRIES = 6  # sizes from the polynomial, before the middle of what is left is tried
 REACH = 8  # how many times the largest size measured the polynomial is trusted
 
 
-@dataclass
-class Curve:
-    """Bytes as a polynomial of a size, interpolated through measured sizes.
+def largest_size(needed: Callable[[int], int], room: int, sizes: Sequence[int], limit: int | None = None) -> int:
+    """Return the largest size, up to a limit, that needs at most `room` bytes; 0 if none does.
 
-    Attributes:
-        needed: measures the bytes of a size.
-        limit: the largest possible size; None if there is no limit.
-        through: sizes to interpolate.
-        measured: the bytes of all sizes measured so far.
-        nodes: the measured points that the polynomial goes through.
-
+    It and the next size, which does not fit, are measured. The first `sizes` give a polynomial, which is shifted
+    to the last measurement and gives the next size to measure; after TRIES sizes it is the middle. A size far
+    beyond those that the polynomial goes through becomes one of them. Codes are padded to whole tiles, and the
+    peak of a step may be the optimizer's, whatever the size. So the bytes are not exactly a polynomial, but they
+    never fall.
     """
+    nodes = {size: needed(size) for size in sizes}  # what the polynomial goes through
+    most = max(sizes)  # measured
 
-    needed: Callable[[int], int]
-    limit: int | None
-    through: InitVar[Sequence[int]]
-    measured: dict[int, int] = field(default_factory=dict)
-    nodes: dict[int, int] = field(init=False)
-
-    def __post_init__(self, through: Sequence[int]) -> None:
-        self.nodes = {size: self.measure(size) for size in through}
-
-    def measure(self, size: int) -> int:
-        """Return the bytes of a size, measured once."""
-        if size not in self.measured:
-            self.measured[size] = self.needed(size)
-        return self.measured[size]
-
-    def at(self, size: int) -> float:
+    def at(size: int) -> float:
         """Return the polynomial's value, by Lagrange's formula."""
-        return sum(
-            value * prod((size - b) / (a - b) for b in self.nodes if b != a) for a, value in self.nodes.items()
-        )
+        return sum(value * prod((size - b) / (a - b) for b in nodes if b != a) for a, value in nodes.items())
 
-    def solve(self, room: float) -> int:
-        """Return the largest size, up to the limit, where the polynomial is at most `room`; 0 if none."""
-        most = 2**40 - 1 if self.limit is None else self.limit
+    def solve(taken: float) -> int:
+        """Return the largest size, up to the limit, where the polynomial is at most this; 0 if none."""
+        end = 2**40 if limit is None else limit + 1
         high = 1
-        while high <= most and self.at(high) <= room:
+        while high < end and at(high) <= taken:
             high *= 2
-        return high // 2 + bisect(range(high // 2 + 1, min(high, most + 1)), room, key=self.at)
+        return high // 2 + bisect(range(high // 2 + 1, min(high, end)), taken, key=at)
 
-    def largest(self, room: int) -> int:
-        """Return the largest size that fits; 0 if none. It and the next size, which does not fit, are measured.
-
-        Codes are padded to whole tiles, and the peak of a step may be the optimizer's, whatever the size. So the
-        bytes are not exactly a polynomial, but they never fall. The polynomial, shifted to the last measurement,
-        gives the next size to measure; after TRIES sizes it is the middle. A size far beyond the nodes becomes one
-        of them.
-        """
-        low, high = 0, None if self.limit is None else self.limit + 1  # what fits, and what does not
-        off, tries = 0.0, 0
-        while high is None or high - low > 1:
-            size = self.solve(room - off)
-            if tries >= TRIES:
-                size = 2 * low if high is None else (low + high) // 2
-            size = max(size, low + 1)
-            size = min(size, REACH * max(self.measured) if high is None else high - 1)
-            needed = self.measure(size)
-            if size >= 2 * max(self.nodes):
-                del self.nodes[min(self.nodes)]
-                self.nodes[size] = needed
-            low, high = (size, high) if needed <= room else (low, size)
-            off, tries = needed - self.at(size), tries + 1
-        return low
+    low, high = 0, None if limit is None else limit + 1  # what fits, and what does not
+    off, tries = 0.0, 0
+    while high is None or high - low > 1:
+        size = solve(room - off)
+        if tries >= TRIES:
+            size = 2 * low if high is None else (low + high) // 2
+        size = max(size, low + 1)
+        size = min(size, REACH * most if high is None else high - 1)
+        most, taken = max(most, size), needed(size)
+        if size >= 2 * max(nodes):
+            del nodes[min(nodes)]
+            nodes[size] = taken
+        low, high = (size, high) if taken <= room else (low, size)
+        off, tries = taken - at(size), tries + 1
+    return low

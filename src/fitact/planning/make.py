@@ -30,7 +30,7 @@ from fitact.runtime.choose import (
 from fitact.runtime.measure import USUAL, Device, Patterns, Subject, copied, device_of
 from fitact.runtime.saving import ERRORS
 
-from .capacity import Curve
+from .capacity import largest_size
 from .programme import Answer, fastest, least, peak, seconds
 from .record import GIB, Group, Plan, Point
 
@@ -415,10 +415,7 @@ def largest(
     degree: int = 1,
     front: bool = False,
 ) -> tuple[int, Plan]:
-    """Find the largest size with which a step fits a memory, and plan it.
-
-    The least memory of a few sizes is measured. The size where their polynomial meets the memory is tried, and the
-    polynomial is moved to what that size takes, until one size fits and the next does not.
+    """Find the largest size with which a step fits a memory, and plan it; JobError if not even a size of 1 fits.
 
     Args:
         planner: the planner of a size.
@@ -426,26 +423,18 @@ def largest(
         error: how far gradients may be off, as for `fitact.plan`.
         here: a size to begin with.
         limit: the largest possible size; None if there is none.
-        degree: of the polynomial: 1 for batches, 2 for lengths of sequences.
+        degree: of the polynomial that bytes are of the size: 1 for batches, 2 for lengths of sequences.
         front: as for `fitact.plan`.
-
-    Returns:
-        The size, and the plan.
-
-    Raises:
-        JobError: not even a size of 1 fits.
-        UsageError: an argument is not valid.
 
     """
     _check(gib, error)
     planners = cache(planner)
+    needed = cache(lambda size: planners(size).least(error))
     start = here if limit is None else max(1, min(here, limit // (degree + 1)))
-    nodes = [start * k for k in range(1, degree + 2) if limit is None or start * k <= limit]
-    curve = Curve(lambda size: planners(size).least(error), limit, nodes)
-    size = curve.largest(int(gib * GIB))
+    sizes = [start * k for k in range(1, degree + 2) if limit is None or start * k <= limit]
+    size = largest_size(needed, int(gib * GIB), sizes, limit)
     if not size:
-        needed = curve.measure(1) / GIB
-        raise JobError(f"not even 1 fits {gib:g} GiB: that takes at least {needed:.3g} GiB")
+        raise JobError(f"not even 1 fits {gib:g} GiB: that takes at least {needed(1) / GIB:.3g} GiB")
     return size, planners(size).plan(gib, error, front=front)
 
 

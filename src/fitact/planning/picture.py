@@ -14,19 +14,7 @@ MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
 
 @defaults()
 def draw(plan: Plan, format: str = "png") -> bytes:
-    """Draw the least time for each memory, a line for each error, and one policy for all blocks as points.
-
-    Args:
-        plan: what to draw.
-        format: `png`, `svg` or `pdf`.
-
-    Returns:
-        The picture's bytes; the same plan gives the same bytes.
-
-    Raises:
-        UsageError: the format is another one.
-
-    """
+    """Draw the least time for each memory, a line for each error, and one policy for all blocks as points."""
     figure = blank(format, (11, 5.4))
     axes = figure.add_subplot()
     baseline = plan.baseline_seconds
