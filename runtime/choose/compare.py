@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from fitact.runtime.measure import (
 from fitact.runtime.saving import ERRORS, saving
 
 from .checkpoints import CHECKPOINTS
-from .compiler import compiled
+from .compiler import Compiled, compiled
 from .convert import check_bits
 from .detect import activation_sites
 from .policies import BASELINE, Policy, changed
@@ -188,133 +189,114 @@ def measure(
     casting = DTYPES[autocast] if autocast else None
     subject = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], autocast=casting)
     sizes = {name: size for name, size in (("batch", batch), ("seq", seq)) if name in source.varies}
-    measurement = _Measurement(subject, sizes, optimizer, progress)
-    return measurement.report(bits, budgets)
+    model = subject.model
+    baseline = whole_step(subject)
+    sites, blocks = activation_sites(model), blocks_of(model)
+    notes: list[str] = []
+    if len(blocks) == 1:
+        notes.append("no block repeats, so checkpointing treats the whole model as one block")
+    if not sites:
+        notes.append("no module of it is an activation, such as nn.GELU, which methods could replace")
+    candidates = [*_candidates(model, [block for _, block in blocks], bits if sites else None)]
+    steps = 1 + len(candidates) + (2 + len(budgets) + 2 * budgets.count(BUDGET) if budgets else 0)
+    done = count(1)
 
+    def advance() -> None:
+        progress(min(next(done) / steps, 1.0))
 
-_Candidate = tuple[Policy, Sequence[nn.Module]]  # a policy, and the modules of the model that get it
-
-
-@dataclass
-class _Measurement:
-    subject: Subject
-    sizes: Mapping[str, int]  # of the inputs, as far as they vary
-    optimizer: str
-    progress: Callable[[float], None]
-    done: float = 0.0  # of `whole`, in training steps
-    whole: float = 1.0
-    notes: list[str] = field(default_factory=list)
-
-    def advance(self, weight: float = 1.0) -> None:
-        """Move the progress bar by the work of this many training steps."""
-        self.done += weight
-        self.progress(min(self.done / self.whole, 1.0))
-
-    def report(self, bits: Sequence[int], budgets: Sequence[float]) -> Report:
-        model = self.subject.model
-        baseline = whole_step(self.subject)
-        sites = activation_sites(model)
-        blocks = blocks_of(model)
-        if len(blocks) == 1:
-            self.notes.append("no block repeats, so checkpointing treats the whole model as one block")
-        if not sites:
-            self.notes.append("no module of it is an activation, such as nn.GELU, which methods could replace")
-        candidates = [*self.candidates([block for _, block in blocks], bits if sites else None)]
-        results = len(budgets) + 2 * budgets.count(BUDGET)
-        self.whole = 1 + len(candidates) + (2 + results if budgets else 0)
-        self.advance()
-        parameters = list(model.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        gradient_bytes = sum(parameter.nbytes for parameter in trained)
-        state = OPTIMIZERS[self.optimizer] * gradient_bytes
-        fixed = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + state
-        rows: list[Row] = []
-        for policy, modules in candidates:
-            if row := self.row(policy, modules, baseline, fixed):
-                rows.append(row)
-            self.advance()
-        measured = {row.name for row in rows}
-        refused = [policy.name for policy, _ in candidates if policy.method and policy.name not in measured]
-        if refused:
-            names = sorted({site.activation for site in sites if site.activation})
-            self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
-        rows += self.compiled_rows(baseline, budgets)
-        self.progress(1.0)
-        autocast = self.subject.autocast
-        return Report(
-            model=self.subject.name,
-            training=self.subject.training,
-            batch=self.sizes.get("batch"),
-            seq=self.sizes.get("seq"),
-            dtype=str(self.subject.dtype).removeprefix("torch."),
-            autocast=None if autocast is None else str(autocast).removeprefix("torch."),
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trained=sum(parameter.numel() for parameter in trained),
-            parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-            gradient_bytes=gradient_bytes,
-            optimizer_bytes=state,
-            optimizer=self.optimizer,
-            sites=len(sites),
-            blocks=len(blocks),
-            block_name=type(blocks[0][1]).__name__,
-            block=baseline.saved.by_kind(blocks[len(blocks) // 2][0]),
-            operations=baseline.saved.by_operation(),
-            modules=baseline.saved.by_module(),
-            rows=tuple(rows),
-            notes=tuple(self.notes),
-        )
-
-    def candidates(self, blocks: Sequence[nn.Module], bits: Sequence[int] | None) -> Iterator[_Candidate]:
-        """Yield what is compared; methods only if there are bits."""
-        model = [self.subject.model]
-        yield BASELINE, model
-        methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("output", None)]
-        for method, k in methods if bits is not None else []:
-            name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
-            yield Policy(name, method=method, bits=k), model
-        for error in ERRORS:
-            yield Policy(f"saving, {error}", context=partial(saving, error)), model
-        for name, kind in zip(("full", "selective"), CHECKPOINTS[1:], strict=True):
-            yield Policy(f"checkpointing, {name}", checkpoint=kind), blocks
-
-    def row(self, policy: Policy, modules: Sequence[nn.Module], baseline: Measured, fixed: int) -> Row | None:
-        """Measure a policy; None if there is nothing in the modules that it changes, or it fails."""
-        done = baseline
+    advance()
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradient_bytes = sum(parameter.nbytes for parameter in trained)
+    state = OPTIMIZERS[optimizer] * gradient_bytes
+    fixed = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + state
+    rows, refused = list[Row](), list[str]()
+    for policy, modules in candidates:
+        if row := _row(subject, policy, modules, baseline, fixed, notes):
+            rows.append(row)
+        elif policy.method:
+            refused.append(policy.name)
+        advance()
+    if refused:
+        names = sorted({site.activation for site in sites if site.activation})
+        notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
+    if budgets:
         try:
-            with changed(modules, [policy] * len(modules)) as replaced:
-                if policy is not BASELINE:
-                    done = whole_step(self.subject)
-        except UsageError as error:  # PyTorch does not checkpoint operations in place
-            if not policy.method:
-                self.notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
-            return None
-        kinds = done.saved.by_kind()
-        flops, traffic = (
-            (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
-            / max(getattr(baseline.forward, what), 1)
-            for what in ("flops", "traffic")
-        )
-        row = Row(policy.name, done.saved.bytes, kinds, peak=fixed + done.peak)
-        return replace(row, replaced=replaced) if policy.method else replace(row, flops=flops, traffic=traffic)
-
-    def compiled_rows(self, baseline: Measured, budgets: Sequence[float]) -> Iterator[Row]:
-        """Yield what the compiler saves."""
-        if not budgets:
-            return
-        try:
-            results = compiled(self.subject, budgets, self.advance, [BUDGET])
+            rows += _compiled_rows(compiled(subject, budgets, advance, [BUDGET]), baseline)
         except Exception as error:  # whatever the compiler cannot do must not cost the other rows
-            self.notes.append(f"the compiler cannot trace the model: {one_line(error)}")
-            return
-        for result in results:
-            again = max(result.flops - baseline.forward.flops - baseline.backward.flops, 0)
-            name = (
-                f"compiler, {result.budget:g} and {result.stored}"
-                if result.stored
-                else f"compiler, budget {result.budget:g}"
-            )
-            kinds = {"graph": result.saved.bytes}
-            yield Row(name, result.saved.bytes, kinds, flops=again / max(baseline.forward.flops, 1), traffic=None)
+            notes.append(f"the compiler cannot trace the model: {one_line(error)}")
+    progress(1.0)
+    return Report(
+        model=subject.name,
+        training=subject.training,
+        batch=sizes.get("batch"),
+        seq=sizes.get("seq"),
+        dtype=dtype,
+        autocast=autocast,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trained=sum(parameter.numel() for parameter in trained),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=state,
+        optimizer=optimizer,
+        sites=len(sites),
+        blocks=len(blocks),
+        block_name=type(blocks[0][1]).__name__,
+        block=baseline.saved.by_kind(blocks[len(blocks) // 2][0]),
+        operations=baseline.saved.by_operation(),
+        modules=baseline.saved.by_module(),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def _candidates(
+    model: nn.Module, blocks: Sequence[nn.Module], bits: Sequence[int] | None
+) -> Iterator[tuple[Policy, Sequence[nn.Module]]]:
+    """Yield policies, and the modules of the model that get each; methods only if there are bits."""
+    yield BASELINE, [model]
+    methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("output", None)]
+    for method, k in methods if bits is not None else []:
+        name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
+        yield Policy(name, method=method, bits=k), [model]
+    for error in ERRORS:
+        yield Policy(f"saving, {error}", context=partial(saving, error)), [model]
+    for name, kind in zip(("full", "selective"), CHECKPOINTS[1:], strict=True):
+        yield Policy(f"checkpointing, {name}", checkpoint=kind), blocks
+
+
+def _row(
+    subject: Subject,
+    policy: Policy,
+    modules: Sequence[nn.Module],
+    baseline: Measured,
+    fixed: int,
+    notes: list[str],
+) -> Row | None:
+    """Measure a policy; None if there is nothing in the modules that it changes, or it fails."""
+    try:
+        with changed(modules, [policy] * len(modules)) as replaced:
+            done = baseline if policy is BASELINE else whole_step(subject)
+    except UsageError as error:  # PyTorch does not checkpoint operations in place
+        if not policy.method:
+            notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
+        return None
+    flops, traffic = (
+        (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
+        / max(getattr(baseline.forward, what), 1)
+        for what in ("flops", "traffic")
+    )
+    row = Row(policy.name, done.saved.bytes, done.saved.by_kind(), peak=fixed + done.peak)
+    return replace(row, replaced=replaced) if policy.method else replace(row, flops=flops, traffic=traffic)
+
+
+def _compiled_rows(results: Sequence[Compiled], baseline: Measured) -> Iterator[Row]:
+    for result in results:
+        again = max(result.flops - baseline.forward.flops - baseline.backward.flops, 0)
+        name = f"{result.budget:g} and {result.stored}" if result.stored else f"budget {result.budget:g}"
+        kinds = {"graph": result.saved.bytes}
+        flops = again / max(baseline.forward.flops, 1)
+        yield Row(f"compiler, {name}", result.saved.bytes, kinds, flops=flops, traffic=None)
 
 
 # -------------------------------------------------------------------------------------------------------- tables
@@ -329,51 +311,45 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
     def size(count: int) -> str:
         return f"{count:,}" if exact else f"{count / unit:,.1f} {name}"
 
-    which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else f"{report.block_name}"
-    text = [f"{report.model}: {sizes(report)}", "", f"{which} saves {size(block)}{' bytes' if exact else ''}"]
+    which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else report.block_name
+    text = [f"{report.model}: {_sizes(report)}", "", f"{which} saves {size(block)}{' bytes' if exact else ''}"]
     text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
-    text += ["", *columns(*_table(report, size)), _fixed(report)]
-    return text + [f"note: {note}" for note in report.notes]
+    text += ["", *columns(_table(report, size), "<>>>>>>")]
+    fixed = {"parameters": report.parameter_bytes, "gradients": report.gradient_bytes}
+    fixed[report.optimizer] = report.optimizer_bytes
+    parts = " + ".join(f"{binary(count)} {name}" for name, count in fixed.items() if count)
+    return [*text, f"peak: of a training step, with {parts}", *(f"note: {note}" for note in report.notes)]
 
 
-def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, ...]], str]:
-    """Return the rows, and the alignment of their columns."""
-    head = ["", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak"]
-    table = [tuple(head)]
+def _table(report: Report, size: Callable[[int], str]) -> list[tuple[str, ...]]:
+    table = [("", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak")]
     for row in report.rows:
         again = row.traffic != 0
-        line = [row.name, size(row.bytes), _percent(row.bytes / report.rows[0].bytes)]
-        line += ["" if row.replaced is None else f"{row.replaced} of {report.sites}"]
-        line += [_percent(row.flops) if again else ""]
-        line += ["" if not again else "-" if row.traffic is None else _percent(row.traffic)]
-        line += ["-" if row.peak is None else size(row.peak)]
-        table.append(tuple(line))
-    return table, "<" + ">" * (len(head) - 1)
-
-
-def _fixed(report: Report) -> str:
-    """Return the line on what peaks hold."""
-    fixed = {
-        "parameters": report.parameter_bytes,
-        "gradients": report.gradient_bytes,
-        report.optimizer: report.optimizer_bytes,
-    }
-    parts = " + ".join(f"{binary(count)} {name}" for name, count in fixed.items() if count)
-    return f"peak: of a training step, with {parts}"
+        table.append(
+            (
+                row.name,
+                size(row.bytes),
+                _percent(row.bytes / report.rows[0].bytes),
+                "" if row.replaced is None else f"{row.replaced} of {report.sites}",
+                _percent(row.flops) if again else "",
+                "" if not again else "-" if row.traffic is None else _percent(row.traffic),
+                "-" if row.peak is None else size(row.peak),
+            )
+        )
+    return table
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def sizes(report: Report) -> str:
-    """Return the line that states a report's sizes, dtype and parameters."""
-    sizes = [
-        f"{name} {size}, " for name, size in (("batch", report.batch), ("seq", report.seq)) if size is not None
-    ]
+def _sizes(report: Report) -> str:
+    """Return the sizes of the inputs, the dtype and the parameters."""
+    sizes = {"batch": report.batch, "seq": report.seq}
+    given = "".join(f"{name} {size}, " for name, size in sizes.items() if size is not None)
     dtype = report.dtype + (f", autocast to {report.autocast}" if report.autocast else "")
     part = "" if report.trained == report.parameters else f" ({_count(report.trained)} trained)"
-    return f"{''.join(sizes)}{dtype}; {_count(report.parameters)} parameters{part}, {report.training}"
+    return f"{given}{dtype}; {_count(report.parameters)} parameters{part}, {report.training}"
 
 
 def _count(number: int) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,68 +30,28 @@ from fitact.runtime.torch_internals import (
 
 @dataclass(frozen=True)
 class Compiled:
-    """What PyTorch's compiler saves under a memory budget.
+    """What PyTorch's compiler saves under a memory budget."""
 
-    Attributes:
-        budget: the value of `torch._functorch.config.activation_memory_budget`.
-        saved: the storages that the forward graph passes to the backward graph, without parameters and buffers.
-        flops: FLOPs of both graphs.
-        stored: how it is stored in fewer bits: `"codes"` of 8 bits as `fitact.compile` chooses them, or `"float8"`
-            by PyTorch's own pass; `""` if it is not.
-
-    """
-
-    budget: float
-    saved: Saved
-    flops: int
-    stored: str = ""
+    budget: float  # of `torch._functorch.config.activation_memory_budget`
+    saved: Saved  # what the forward graph passes to the backward graph, without parameters and buffers
+    flops: int  # of both graphs
+    stored: str = ""  # `"codes"` of 8 bits as `fitact.compile` chooses them, or `"float8"` by PyTorch's own pass
 
 
 class _DoneError(Exception):
     """Ends a compilation when its graphs have been seen."""
 
 
-@dataclass
-class _Partitions:
-    owned: int  # how many of the graph's inputs are parameters and buffers, which come first
-    budgets: Sequence[float]
-    coded: Sequence[float]
-    advance: Callable[[], None]
-    results: list[Compiled] = field(default_factory=list)
-
-    def partition(self, joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
-        """Partition the joint graph under each budget, as Inductor does, and end the compilation."""
-        return partition_with(joint, given, self.owned, self.each, **options)
-
-    def each(self, graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> None:
-        self.advance()
-        for budget in self.budgets:
-            forward, backward = min_cut(_copied(graph), given, budget, **more)
-            read = partial(self.read, budget, forward, backward, more["num_fwd_outputs"])
-            self.results.append(read())
-            self.advance()
-            if budget in self.coded:
-                coded = Partition(budget, POLICIES["rounding"], False, lambda records: None)
-                with unset_fake_temporarily():
-                    coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
-                self.results.append(read(stored="codes"))
-                self.advance()
-                forward, backward = min_cut(_copied(graph), given, budget, float8=True, **more)
-                self.results.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
-                self.advance()
-        raise _DoneError
-
-    def read(
-        self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, stored: str = ""
-    ) -> Compiled:
-        places = [node for node in forward.graph.nodes if node.op == "placeholder"]
-        saved = Saved(owned={storage_id(node.meta["val"]) for node in places[: self.owned]})
-        (end,) = (node for node in forward.graph.nodes if node.op == "output")
-        for node in end.args[0][outputs:]:
-            value = node.meta.get("val") if isinstance(node, fx.Node) else None
-            if isinstance(value, Tensor):
-                saved.add(value)
-        return Compiled(budget, saved, _flops(forward) + _flops(backward), stored)
+def _saved(forward: fx.GraphModule, owned: int, outputs: int) -> Saved:
+    """Return what a forward graph saves, whose first inputs are owned and whose first outputs are the model's."""
+    places = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    saved = Saved(owned={storage_id(node.meta["val"]) for node in places[:owned]})
+    (end,) = (node for node in forward.graph.nodes if node.op == "output")
+    for node in end.args[0][outputs:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, Tensor):
+            saved.add(value)
+    return saved
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -121,15 +80,13 @@ def compiled(
 ) -> list[Compiled]:
     """Trace a model as `torch.compile` does, and count in its graphs what each memory budget saves.
 
+    The graphs go through Inductor's own passes and partitioner; no code is generated.
+
     Args:
         subject: the model, whose `call` are its arguments.
         budgets: memory budgets between 0 and 1.
         advance: called after the model has been traced, and after each result.
-        coded: the budgets for which the bytes are also counted with codes, and with PyTorch's float8.
-
-    Returns:
-        The result for each budget, and after it those in fewer bits. The graphs go through Inductor's own passes
-        and partitioner; no code is generated.
+        coded: the budgets whose results are followed by those with codes, and with PyTorch's float8.
 
     """
     model, mode, inputs = subject.model, subject.mode, subject.call
@@ -144,16 +101,41 @@ def compiled(
         for i, tensor in zip(places, given[len(names) :], strict=True):
             filled[i] = tensor
         args, kwargs = tree_unflatten(filled, spec)
-        owned = dict(zip(names, given, strict=False))
+        parameters = dict(zip(names, given, strict=False))
         with gpu_kernels() if subject.device == "cuda" else nullcontext(), subject.casting():
-            output = torch.func.functional_call(model, owned, args, kwargs)
+            output = torch.func.functional_call(model, parameters, args, kwargs)
         loss = loss_of(output)
         outputs = tree_leaves(output) if loss is None else [loss]
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
-    partitions = _Partitions(len(values), budgets, coded, advance)
+    owned, results = len(values), list[Compiled]()
+
+    def each(graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> None:
+        """Partition the joint graph under each budget, as Inductor does, and end the compilation."""
+        outputs = more["num_fwd_outputs"]
+
+        def read(budget: float, forward: fx.GraphModule, backward: fx.GraphModule, stored: str = "") -> None:
+            saved = _saved(forward, owned, outputs)
+            results.append(Compiled(budget, saved, _flops(forward) + _flops(backward), stored))
+            advance()
+
+        advance()
+        for budget in budgets:
+            forward, backward = min_cut(_copied(graph), given, budget, **more)
+            read(budget, forward, backward)
+            if budget in coded:
+                codes = Partition(budget, POLICIES["rounding"], False, lambda records: None)
+                with unset_fake_temporarily():
+                    codes.change(forward, backward, outputs, range(owned))
+                read(budget, forward, backward, "codes")
+                read(budget, *min_cut(_copied(graph), given, budget, float8=True, **more), "float8")
+        raise _DoneError
+
+    def partition(joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        return partition_with(joint, given, owned, each, **options)
+
     fake = mode or fake_mode()
     given = (*values, *(leaves[i] for i in places))
     with mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
-        trace_joint(run, given, len(values), fake, partitions.partition)
-    return partitions.results
+        trace_joint(run, given, owned, fake, partition)
+    return results
