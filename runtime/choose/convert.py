@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.base import JobError, UsageError, flags, quote
-from fitact.runtime.kernels import is_generated
+from fitact.runtime.kernels import is_generated, registered
 from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, tensors_of, trials
 from fitact.runtime.restore import Runner, runner
 from fitact.runtime.saving import Amount, Context, attach, attaching, baseline, detach, observing, saving
@@ -104,27 +104,31 @@ def convert(
     if not sites:
         return Conversion((), dry_run, note="no module holds an activation, so that no method replaces one")
     width = bits if isinstance(bits, int) else None
-    replacements = [replacement(site, method, width, substitutes) for site in sites]
+    choices = [replacement(site, method, width, substitutes) for site in sites]
+    kinds, notes = map(list, zip(*choices, strict=True))
     conversion = Conversion((), dry_run)
     if run is not None:
 
         def count(changes: Sequence[Change]) -> list[Saved]:
             return [saved for saved, _ in _counted(model, run, changes)]
 
-        replacements, before, after = paying(sites, replacements, own, count)
+        reasons, before, after = paying(sites, kinds, own, count)
+        kinds = [None if reason else kind for kind, reason in zip(kinds, reasons, strict=True)]
+        notes = [reason or note for note, reason in zip(notes, reasons, strict=True)]
         conversion = _with_modules(conversion, before, after)
         if gradients:
-            gradient = gradient_error(model, run, nullcontext, partial(with_replacements, replacements, own))
+            gradient = gradient_error(model, run, nullcontext, partial(with_replacements, kinds, own))
             conversion = replaced(conversion, gradient=gradient)
     if not dry_run:
-        apply_replacements(sites, replacements)
+        apply_replacements(sites, kinds)
     first: dict[Any, str] = {}
     records = []
-    for site, new in zip(sites, replacements, strict=True):
+    for site, kind, note in zip(sites, kinds, notes, strict=True):
         path = first.setdefault(site.key, site.path)
-        reasons = [new.reason, f"the same module as {path}" if path != site.path else ""]
-        reason = "; ".join(filter(None, reasons))
-        records.append(SiteRecord(site.path, "activation", site.before, new.label, reason))
+        same = f"the same module as {path}" if path != site.path else ""
+        after = None if kind is None else registered(kind).name + ", in place" * site.in_place
+        reason = "; ".join(filter(None, (note, same)))
+        records.append(SiteRecord(site.path, "activation", site.before, after, reason))
     return replaced(conversion, sites=tuple(records))
 
 

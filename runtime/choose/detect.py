@@ -71,29 +71,17 @@ RELATIVE, ABSOLUTE = 1e-5, 2e-6
 
 @dataclass(frozen=True)
 class ActivationSite:
-    """A place where a module holds an activation.
-
-    Attributes:
-        parent, attribute: the module, and the attribute that holds the activation.
-        path: path of the activation in the model.
-        held: the activation, a module or a function.
-        before: the name of its class or function.
-        activation: its name in the catalog; None if it has none.
-        in_place: whether it overwrites its input.
-        refusal: why it must not be replaced; `""` if it may.
-        converted: whether it is fitact's.
-
-    """
+    """A place where a module holds an activation."""
 
     parent: nn.Module
-    attribute: str
-    path: str
-    held: Any
-    before: str
-    activation: str | None = None
-    in_place: bool = False
-    refusal: str = ""
-    converted: bool = False
+    attribute: str  # of the parent, which holds the activation
+    path: str  # of the activation in the model
+    held: Any  # the activation, a module or a function
+    before: str  # the name of its class or function
+    activation: str | None = None  # its name in the catalog, if it has one
+    in_place: bool = False  # whether it overwrites its input
+    refusal: str = ""  # why it must not be replaced, if it must not
+    converted: bool = False  # whether it is fitact's
 
     @property
     def key(self) -> Any:
@@ -108,13 +96,7 @@ class ActivationSite:
 
 
 def activation_sites(model: nn.Module, own: frozenset[type] = frozenset()) -> list[ActivationSite]:
-    """Return the places where a model holds activations, each once, in the order of its modules.
-
-    Args:
-        model: the model to search.
-        own: further classes that are activations.
-
-    """
+    """Return the places where a model holds activations, also of classes in `own`, in the order of its modules."""
     return list(_activation_sites(model, "", own, set()))
 
 
@@ -140,13 +122,7 @@ def recognise(
 ) -> ActivationSite | None:
     """Return the site of an activation, a module or a function; None for any other object.
 
-    Args:
-        held: any object.
-        own: further classes that are activations.
-        parent: as in `ActivationSite`.
-        attribute: likewise.
-        path: likewise.
-
+    Modules of the classes in `own` are activations too; the other arguments are as in `ActivationSite`.
     """
     site = partial(ActivationSite, parent, attribute, path, held)
     if isinstance(held, FUNCTION):
@@ -183,10 +159,6 @@ def computes(module: nn.Module) -> str | None:
     PyTorch and its methods. A copy of it, which is not in place, must agree with PyTorch's function in float64 and
     float32, value and gradient, in training and evaluation mode, for tiny to large inputs of any arrangement. The
     output must be a new tensor with the input's dtype.
-
-    Args:
-        module: the module; it is not changed.
-
     """
     kind = type(module)
     if next(module.children(), None) is not None or any(True for _ in (*module.parameters(), *module.buffers())):
@@ -199,7 +171,6 @@ def computes(module: nn.Module) -> str | None:
 
 
 def _is_plain(value: Any, module: nn.Module) -> bool:
-    """Return whether a value is a number, a text, a flag, a function of PyTorch or a method of the module."""
     if isinstance(value, FUNCTION):
         return getattr(value, "func", value) in CALLED
     return type(value) in PLAIN or getattr(value, "__self__", None) is module
@@ -210,11 +181,7 @@ def computed_by(
 ) -> str | None:
     """Return the name of the activation that a function of PyTorch computes, if any.
 
-    Args:
-        function: the function.
-        args: what it is called with after its input.
-        given: what it is called with by name; its input counts for nothing.
-
+    `args` are what it is called with after its input, `given` what it is called with by name.
     """
     some = tuple(value for value in args if not isinstance(value, bool))  # which only means that it is in place
     named = tuple((name, value) for name, value in given.items() if name not in ("input", "inplace"))
@@ -326,14 +293,7 @@ def label(module: nn.Module) -> str:
 
 @cache
 def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] | None:
-    """Return the class of a shipped activation; None if there is none.
-
-    Args:
-        name: its name in the catalog.
-        method: as in `fitact.activation`.
-        bits: the most bits saved per element; None for the default of `fitact.activation`.
-
-    """
+    """Return the class of a shipped activation of at most these bits, by default the method's; None if none is."""
     for width in [None] if bits is None or method == "output" else range(bits, 0, -1):
         try:
             return type(activation(name, method=method, bits=width))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,50 +22,15 @@ from .wrappers import Held, InPlace
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]  # changes a model until the context ends
 Sites = Sequence[ActivationSite]
+Kind = type[nn.Module] | None  # the class of what replaces an activation; None to leave it alone
 Substitutes = Mapping[type[nn.Module], type[nn.Module]]
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """What replaces the activation at a site.
-
-    Attributes:
-        kind: the class of the replacement; None to leave the activation alone.
-        in_place: whether it must overwrite its input.
-        reason: why it is left alone, or another note.
-
-    """
-
-    kind: type[nn.Module] | None = None
-    in_place: bool = False
-    reason: str = ""
-
-    @property
-    def label(self) -> str | None:
-        """The name of the fit, None where nothing is replaced."""
-        if self.kind is None:
-            return None
-        return registered(self.kind).name + ", in place" * self.in_place
-
-    def make(self, held: Any) -> nn.Module:
-        """Return a replacement for a module or a function, with the numbers and texts that a module holds."""
-        assert self.kind is not None
-        made = InPlace(self.kind()) if self.in_place else self.kind()
-        if not isinstance(held, nn.Module):
-            return Held(made, held)
-        forward = type(held).forward
-        argument = argument_of(forward)
-        module = made if argument == "input" else Held(made, partial(forward, held), argument)
-        plain = {name: value for name, value in vars(held).items() if type(value) in PLAIN}
-        vars(module).update({name: value for name, value in plain.items() if not hasattr(module, name)})
-        return module
-
-
 def replacement(
     site: ActivationSite, method: str | None, bits: int | None, substitutes: Substitutes
-) -> Replacement:
-    """Return what replaces the activation at a site.
+) -> tuple[Kind, str]:
+    """Return what replaces the activation at a site, and a note; or None to leave it alone, and why.
 
     Args:
         site: the site.
@@ -77,23 +41,23 @@ def replacement(
     """
     kind, note = substitutes.get(type(site.held)), ""
     if site.converted:
-        return Replacement(reason=f"already {site.before}")
+        return None, f"already {site.before}"
     if site.refusal:
-        return Replacement(reason=site.refusal)
+        return None, site.refusal
     if kind is None:
         if method is None:
-            return Replacement()
+            return None, ""
         kind = None if site.activation is None else shipped_class(site.activation, method, bits)
         if kind is None:
-            return Replacement(reason=_missing(site.activation, method, bits))
+            return None, _missing(site.activation, method, bits)
         width = registered(kind).bits
         if bits is not None and 0 < width < bits:
             note = f"{width} bit{'s' if width > 1 else ''}: none of {bits} is shipped"
     if site.in_place and registered(kind).saves_output:
-        return Replacement(reason="in place: a method that saves the output needs another tensor for it")
+        return None, "in place: a method that saves the output needs another tensor for it"
     if site.in_place and site.activation in OUTPUT_SAVED:
-        return Replacement(reason="in place: it saves only its output, as most layers do")
-    return Replacement(kind, site.in_place, note)
+        return None, "in place: it saves only its output, as most layers do"
+    return kind, note
 
 
 def _missing(activation: str | None, method: str, bits: int | None) -> str:
@@ -108,27 +72,38 @@ def _missing(activation: str | None, method: str, bits: int | None) -> str:
 # ----------------------------------------------------------------------------------------------- applying them
 
 
-def apply_replacements(sites: Sites, replacements: Sequence[Replacement]) -> None:
+def _made(site: ActivationSite, kind: type[nn.Module]) -> nn.Module:
+    """Return a replacement, with the numbers and texts that a module at the site holds."""
+    held = site.held
+    made = InPlace(kind()) if site.in_place else kind()
+    if not isinstance(held, nn.Module):
+        made = Held(made, held)
+    else:
+        forward = type(held).forward
+        argument = argument_of(forward)
+        made = made if argument == "input" else Held(made, partial(forward, held), argument)
+        plain = {name: value for name, value in vars(held).items() if type(value) in PLAIN}
+        vars(made).update({name: value for name, value in plain.items() if not hasattr(made, name)})
+        made.train(held.training)
+    vars(made)[ORIGINAL] = held
+    return made
+
+
+def apply_replacements(sites: Sites, kinds: Sequence[Kind]) -> None:
     """Replace what is chosen; a module at several sites gets a single replacement."""
     made: dict[Any, nn.Module] = {}
-    for site, replacement in zip(sites, replacements, strict=True):
-        if replacement.kind is None:
-            continue
-        if site.key not in made:
-            made[site.key] = replacement.make(site.held)
-            vars(made[site.key])[ORIGINAL] = site.held
-            if isinstance(site.held, nn.Module):
-                made[site.key].train(site.held.training)
-        site.replace(made[site.key])
+    for site, kind in zip(sites, kinds, strict=True):
+        if kind is not None:
+            if site.key not in made:
+                made[site.key] = _made(site, kind)
+            site.replace(made[site.key])
 
 
 @contextmanager
-def with_replacements(
-    replacements: Sequence[Replacement], own: frozenset[type], model: nn.Module
-) -> Iterator[None]:
+def with_replacements(kinds: Sequence[Kind], own: frozenset[type], model: nn.Module) -> Iterator[None]:
     """Replace what is chosen until the context ends; `own` are further classes that are activations."""
     sites = activation_sites(model, own)
-    apply_replacements(sites, replacements)
+    apply_replacements(sites, kinds)
     try:
         yield
     finally:
@@ -168,39 +143,35 @@ OVERWRITTEN = "a later operation overwrites its output, so no method can save th
 
 
 def paying(
-    sites: Sites,
-    replacements: Sequence[Replacement],
-    own: frozenset[type],
-    count: Callable[[Sequence[Change]], list[Saved]],
-) -> tuple[list[Replacement], Saved, Saved]:
-    """Leave activations alone whose replacements cannot be used, or save more than they do.
+    sites: Sites, kinds: Sequence[Kind], own: frozenset[type], count: Callable[[Sequence[Change]], list[Saved]]
+) -> tuple[list[str], Saved, Saved]:
+    """Find the replacements that cannot be used, or with which the model saves more.
 
     This is decided for all layers at once that differ only by numbers in their paths, so that layers that example
     inputs do not reach are treated as those that they reach.
 
     Args:
         sites: where the activations are.
-        replacements: one for each site.
+        kinds: what replaces each.
         own: classes of activations whose replacements the user chose: these stay even where they save more.
         count: counts what the model saves with each of several changes.
 
     Returns:
-        The replacements, and what the model saves as it is and with them.
+        For each site why it must be left alone, `""` if it need not; and what the model saves as it is, and with
+        the other replacements.
 
     """
     first: dict[Any, str] = {}
     paths = [first.setdefault(site.key, site.path) for site in sites]
     groups = [(site.before, starred(path)) for site, path in zip(sites, paths, strict=True)]
-    pairs = [*zip(groups, replacements, strict=True)]
+    pairs = [*zip(groups, kinds, strict=True)]
     given = {group for group, site in zip(groups, sites, strict=True) if type(site.held) in own}
-    chosen = list(dict.fromkeys(group for group, replacement in pairs if replacement.kind))
+    chosen = list(dict.fromkeys(group for group, kind in pairs if kind))
     reasons: dict[Any, str] = {}  # of groups that are left alone
 
     def counted(*choices: Sequence[Any]) -> list[Saved]:
         """Count with the replacements of some groups alone, for each of several choices of groups."""
-        made = (
-            [replacement if group in some else Replacement() for group, replacement in pairs] for some in choices
-        )
+        made = ([kind if group in some else None for group, kind in pairs] for some in choices)
         return count([partial(with_replacements, choice, own) for choice in made])
 
     def leave(group: Any, reason: str) -> None:
@@ -233,11 +204,4 @@ def paying(
         for group in optional:
             leave(group, MORE.format(after.bytes - before.bytes))
         (after,) = counted(chosen)
-    return (
-        [
-            Replacement(reason=reasons[group]) if group in reasons and replacement.kind else replacement
-            for group, replacement in pairs
-        ],
-        before,
-        after,
-    )
+    return [reasons.get(group, "") if kind else "" for group, kind in pairs], before, after

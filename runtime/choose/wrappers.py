@@ -11,11 +11,7 @@ from torch import Tensor, nn
 class Held(nn.Module):
     """Called like the original: with only an input it runs the activation, with more arguments the original.
 
-    Args:
-        activation: computes what the original does with only an input, and saves less.
-        function: the original function, or the forward of the original module.
-        argument: the name that the original gives to its input.
-
+    The `function` is the original, or the forward of the original module; `argument` is the name of its input.
     """
 
     def __init__(
@@ -34,23 +30,12 @@ class Held(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes an activation's output over its input, and saves what the activation saves.
-
-    Args:
-        activation: one that saves codes and not its output, which would otherwise exist twice.
-
-    """
+    """Writes an activation's output over its input; the activation saves codes, and not its output."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        """Overwrite input with its activation, and return it."""
-        return overwrite(input, self.activation)
-
-
-def overwrite(input: Tensor, activation: nn.Module) -> Tensor:
-    """Overwrite input with its activation, and return it; autograd saves no copy of it."""
-    result: Tensor = input.copy_(activation(input))
-    return result
+        """Overwrite input with its activation, and return it; autograd saves no copy of it."""
+        return input.copy_(self.activation(input))
