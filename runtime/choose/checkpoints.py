@@ -41,18 +41,11 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Runs a block again in backward: saves only its arguments, or also the results of products.
+    """Runs a block again in backward: saves only its arguments, or also the results of products."""
 
-    Attributes:
-        kind: one of CHECKPOINTS, but the first.
-        error: of what the block is given, as for `fitact.checkpoint`.
-        offload: what of that goes to the host, likewise.
-
-    """
-
-    kind: str
-    error: str = "exact"
-    offload: Amount = False
+    kind: str  # one of CHECKPOINTS, but the first
+    error: str = "exact"  # of what the block is given, as for `fitact.checkpoint`
+    offload: Amount = False  # what of that goes to the host, likewise
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,21 +27,7 @@ from fitact.runtime.torch_internals import is_compiled, without_torch_function
 
 from .detect import CALLED, activation_sites, computed_by
 
-
-@dataclass(frozen=True)
-class Gathered:
-    """What went into one activation.
-
-    Attributes:
-        path: of the module in the model; of a function that it calls itself, `path:function`.
-        activation: its name in the catalog, or else its formula or class.
-        sketch: the distribution of its inputs.
-
-    """
-
-    path: str
-    activation: str
-    sketch: Sketch
+Gathered = tuple[str, str, Sketch]  # a path, what computes there, and the distribution of its inputs
 
 
 def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], list[str]]:
@@ -54,38 +41,40 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
             that takes the model and runs it.
 
     Returns:
-        The activations that were run, with the distributions of their inputs, which
-        may be empty; and notes on those that were not.
+        The activations that were run: the path of a module, or `path:function` of a function that it calls itself;
+        the name in the catalog, or else the formula or class; and the distribution of the inputs, which may be
+        empty. And notes on those that were not run.
 
     Raises:
         UsageError: the model cannot be run with a batch, or has no values, or there is no batch.
 
     """
     _check(model, batches)
-    count = 0
     with torch.no_grad(), untouched(model), _Watch(model) as watch, following(watch.enter, watch.leave):
-        source = iter(batches)
-        while True:
-            try:
-                batch = next(source)
-            except StopIteration:
+        source, end = iter(batches), object()
+        for number in count():
+            with _explained(f"batch {number}: it cannot be made"):
+                batch = next(source, end)
+            if batch is end:
                 break
-            except FitactError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise UsageError(f"batch {count}: it cannot be made: {one_line(error)}") from error
             run = real(runner(batch))
-            try:
+            with _explained(f"batch {number}: the model cannot be run with it"):
                 run(model)
-            except FitactError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise UsageError(f"batch {count}: the model cannot be run with it: {one_line(error)}") from error
-            count += 1
-    if not count:
+    if not number:
         raise UsageError("batches: expected at least one batch, got none")
     gathered: tuple[list[Gathered], list[str]] = watch.gathered()
     return gathered
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn an error that is not fitact's into a UsageError that begins with these words."""
+    try:
+        yield
+    except FitactError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{what}: {one_line(error)}") from error
 
 
 def _check(model: nn.Module, batches: object) -> None:
@@ -100,42 +89,28 @@ def _check(model: nn.Module, batches: object) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Gathers what goes into activations: a mode in which a model runs, whose modules may be changed.
-
-    Attributes:
-        names: the paths of the modules, by identity.
-        running: the paths of the modules that run now, the innermost last.
-        activations: by path, what computes there.
-        sketches: by path, the distribution of the inputs.
-        notes: on activations that cannot be fitted.
-
-    """
+    """Gathers what goes into activations: a mode in which a model runs, whose modules may be changed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.running: list[str] = []
-        self.activations: dict[str, str] = {}
-        self.sketches: dict[str, Sketch] = {}
-        self.notes: list[str] = []
+        self.running: list[str] = []  # the paths of the modules that run now, the innermost last
+        self.activations: dict[str, str] = {}  # by path, what computes there
+        self.sketches: dict[str, Sketch] = {}  # by path, the distribution of the inputs
+        self.notes: list[str] = []  # on activations that cannot be fitted
         sites = {site.key: site for site in reversed(activation_sites(model))}  # a module may be at several places
         for site in reversed(sites.values()):
             if site.refusal:
                 self.notes.append(f"not calibrated: {site.path}: {site.before}: {site.refusal}")
             elif isinstance(site.held, nn.Module):  # a function is seen where it is called
                 self.activations[site.path] = site.activation or site.before
-                site.held.register_forward_pre_hook(partial(self._before, site.path), with_kwargs=True)
+                site.held.register_forward_pre_hook(partial(self.add, site.path), with_kwargs=True)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Record that a module runs."""
         self.running.append(self.names.get(id(module), ""))
 
     def leave(self, *_: Any) -> None:
-        """Record that the innermost module has run."""
         self.running.pop()
-
-    def _before(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.add(path, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -143,11 +118,11 @@ class _Watch(TorchFunctionMode):
             name = computed_by(func, args[1:], given) or func.__name__
             path = f"{self.running[-1] if self.running else ''}:{name}"
             self.activations[path] = name
-            self.add(path, args, given)
+            self.add(path, func, args, given)
         return func(*args, **given)
 
-    def add(self, path: str, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Add the first tensor of a call's arguments to a sketch."""
+    def add(self, path: str, _: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Add the first tensor of the arguments of a module or function to a sketch."""
         x = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
         if x is not None:
             with without_torch_function(), torch.no_grad():
@@ -157,11 +132,10 @@ class _Watch(TorchFunctionMode):
                     raise UsageError(f"{path}: {error}") from None
 
     def gathered(self) -> tuple[list[Gathered], list[str]]:
-        """Return what was gathered, and notes."""
         seen, notes = [], list(self.notes)
         for path, activation in self.activations.items():
             if path in self.sketches:
-                seen.append(Gathered(path, activation, self.sketches[path]))
+                seen.append((path, activation, self.sketches[path]))
             else:
                 notes.append(f"not calibrated: {path}: {activation}: it was not run")
         return seen, notes

@@ -25,17 +25,7 @@ def gradient_error(model: nn.Module, run: Runner, baseline: Change, change: Chan
     """Run a model forward and backward, as the baseline and with a change, from the same random numbers.
 
     The output's `loss` is differentiated, or an output of one number, or else the sum of all outputs times normal
-    random numbers. The parameters' `grad` stays as it is.
-
-    Args:
-        model: the model, which is unchanged in the end.
-        run: runs it.
-        baseline: makes it what it is compared with.
-        change: what is compared.
-
-    Returns:
-        The error, or why it could not be measured.
-
+    random numbers. The model and its parameters' `grad` stay as they are.
     """
     if has_no_values(model):
         return Gradient(note="the model's tensors have no values")

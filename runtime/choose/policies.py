@@ -40,10 +40,8 @@ class Policy:
         name: in plans and tables.
         error: one of `fitact.saving`'s, what it does to gradients.
         context: what the module's forward runs in; None for nothing.
-        method: of `fitact.convert`, by which its activations are replaced; None to replace none.
-        bits: of the method; None for its default.
-        checkpoint: one of CHECKPOINTS: whether the module is run again in backward, wholly or but for matrix
-            products, convolutions and fused attention. What is given to it is stored by the error, too.
+        method, bits: of `fitact.convert`, by which its activations are replaced; None to replace none.
+        checkpoint: one of CHECKPOINTS. What is given to the module is stored by the error, too.
         offload: what of the saved goes to the host, as for `fitact.saving`; of a checkpoint what it is given.
 
     """
@@ -87,24 +85,14 @@ POLICIES: dict[str, Policy] = {policy.name: policy for policy in (*OF_BLOCKS, RE
 
 
 def apply_policy(module: nn.Module, policy: Policy) -> int:
-    """Apply a policy to a module, in place, until `revert`.
-
-    Args:
-        module: a baseline block, or the whole model.
-        policy: what it becomes.
-
-    Returns:
-        How many activations were replaced.
-
-    Raises:
-        UsageError: nothing in the module can be changed so.
-
-    """
+    """Apply a policy to a module, in place, and return how many activations it replaces; UsageError if none."""
+    replaced = 0
     if policy.context is not None:
         attach(module, policy.context)
-    replaced = len(convert(module, policy.method, policy.bits).replaced) if policy.method is not None else 0
-    if policy.method is not None and not replaced:
-        raise UsageError("it holds no activation that can be replaced")
+    if policy.method is not None:
+        replaced = len(convert(module, policy.method, policy.bits).replaced)
+        if not replaced:
+            raise UsageError("it holds no activation that can be replaced")
     if policy.checkpoint:
         attach(module, checkpoint=Checkpoint(policy.checkpoint, policy.error, policy.offload))
     return replaced
@@ -117,20 +105,9 @@ def changed(
     model: nn.Module | None = None,
     whole: Policy = BASELINE,
 ) -> Iterator[int]:
-    """Change modules, and what is outside of them, until the context ends.
+    """Change modules by policies, and the whole model by its own, until the context ends.
 
-    Args:
-        modules: the modules.
-        policies: what each becomes.
-        model: the whole model, if it is changed itself.
-        whole: what it becomes.
-
-    Yields:
-        How many activations were replaced.
-
-    Raises:
-        UsageError: nothing in a module can be changed so.
-
+    It gives how many activations are replaced. UsageError if nothing in a module can be changed so.
     """
     with ExitStack() as stack:
         replaced = 0
@@ -146,14 +123,11 @@ def _inside(policy: Policy, whole: Policy) -> Policy:
 
 
 def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Change the blocks of a model, in place; where one cannot be changed, the model stays as it was.
-
-    Args:
-        model: the model.
-        groups: names of policies, each with the paths of the blocks that take it.
+    """Change the blocks of a model, in place, by the names of policies, each with the paths of its blocks.
 
     Raises:
-        UsageError: the model has no such block, is changed already, or a block cannot be changed so.
+        UsageError: the model has no such block, is changed already, or a block cannot be changed so; the model
+            stays as it was.
 
     """
     check_model(model)

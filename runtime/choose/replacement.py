@@ -32,12 +32,7 @@ def replacement(
 ) -> tuple[Kind, str]:
     """Return what replaces the activation at a site, and a note; or None to leave it alone, and why.
 
-    Args:
-        site: the site.
-        method: as for `fitact.convert`; None to replace only by `substitutes`.
-        bits: the most bits saved per element; None for the method's default.
-        substitutes: generated classes by the classes they replace; they come before the method.
-
+    `substitutes` come before the method, and without one alone; the arguments are those of `fitact.convert`.
     """
     kind, note = substitutes.get(type(site.held)), ""
     if site.converted:
@@ -148,13 +143,8 @@ def paying(
     """Find the replacements that cannot be used, or with which the model saves more.
 
     This is decided for all layers at once that differ only by numbers in their paths, so that layers that example
-    inputs do not reach are treated as those that they reach.
-
-    Args:
-        sites: where the activations are.
-        kinds: what replaces each.
-        own: classes of activations whose replacements the user chose: these stay even where they save more.
-        count: counts what the model saves with each of several changes.
+    inputs do not reach are treated as those that they reach. The user chose what replaces the classes in `own`:
+    that stays even where it saves more. `count` counts what the model saves with each of several changes.
 
     Returns:
         For each site why it must be left alone, `""` if it need not; and what the model saves as it is, and with

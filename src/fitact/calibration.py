@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fitact.base import LISTED, UsageError, starred
 from fitact.fitter.records import Calibration, Site, site
 from fitact.runtime.choose import Gathered, gather
+from fitact.runtime.measure import Sketch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,12 +45,10 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
     inputs, notes = gather(model, batches)
     if group:
         inputs, notes = list(_grouped(inputs)), list(dict.fromkeys(map(starred, notes)))
-    for gathered in inputs:
-        if gathered.sketch.left_out:
-            notes.append(
-                f"{gathered.path}: {gathered.sketch.left_out:,} numbers are NaN, infinite or huge, and not counted"
-            )
-    sites = [_site(gathered) for gathered in inputs if gathered.sketch.count]
+    for path, _, sketch in inputs:
+        if sketch.left_out:
+            notes.append(f"{path}: {sketch.left_out:,} numbers are NaN, infinite or huge, and not counted")
+    sites = [_site(*gathered) for gathered in inputs if gathered[-1].count]
     if not sites:
         raise UsageError("; ".join(["no input of an activation was seen in the model", *notes[:LISTED]]))
     return Calibration(tuple(sites), tuple(notes))
@@ -56,26 +56,20 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
 
 def _grouped(inputs: Iterable[Gathered]) -> Iterator[Gathered]:
     """Merge what was gathered at paths that differ only in numbers, for the same activation."""
-    groups: dict[tuple[str, str], Gathered] = {}
-    kinds: dict[str, set[str]] = {}
-    for gathered in inputs:
-        path = starred(gathered.path)
-        kinds.setdefault(path, set()).add(gathered.activation)
-        key = (path, gathered.activation)
-        if key in groups:
-            groups[key].sketch.merge(gathered.sketch)
-        else:
-            groups[key] = Gathered(path, gathered.activation, gathered.sketch)
-    for (path, activation), gathered in groups.items():
-        alone = len(kinds[path]) == 1
-        yield gathered if alone else Gathered(f"{path} ({activation})", activation, gathered.sketch)
+    groups: dict[tuple[str, str], Sketch] = {}
+    for path, activation, sketch in inputs:
+        first = groups.setdefault((starred(path), activation), sketch)
+        if first is not sketch:
+            first.merge(sketch)
+    activations = Counter(path for path, _ in groups)
+    for (path, activation), sketch in groups.items():
+        yield path if activations[path] == 1 else f"{path} ({activation})", activation, sketch
 
 
-def _site(gathered: Gathered) -> Site:
-    sketch = gathered.sketch
+def _site(path: str, activation: str, sketch: Sketch) -> Site:
     return site(
-        gathered.path,
-        gathered.activation,
+        path,
+        activation,
         left_out=sketch.left_out,
         mean=sketch.mean,
         deviation=sketch.deviation,
