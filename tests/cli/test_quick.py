@@ -166,9 +166,9 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     def is_printed(text: str) -> bool:
         return any(text in capsys.readouterr().err or time.sleep(0.01) for _ in range(2000))
 
-    with options.progress(2, "fitting") as bar:
+    with options.progress(2, "fitting") as advance:
         assert is_printed("fitact: fitting, 0 s\n")
-        options.advance(bar, 1, 0.5)
+        advance(1.5)
         assert is_printed("fitact: fitting, 75 %, ")
     capsys.readouterr()
     time.sleep(0.1)

@@ -17,7 +17,7 @@ from .options import say
 
 
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
     epilog="Start with:  fitact fit --fn gelu --bits 3,  or  fitact memory --hf gpt2",
 )
 @click.version_option(package_name="fitact", message="%(prog)s %(version)s")

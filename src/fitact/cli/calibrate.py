@@ -15,8 +15,8 @@ from .options import FILE, progress, say
 
 @click.command()
 @click.argument("call", metavar="MODULE:CALLABLE")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N")
-@click.option("--seq", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens per row.")
+@click.option("--batch", type=click.IntRange(1), default=1, metavar="N")
+@click.option("--seq", type=click.IntRange(1), default=512, metavar="N", help="Tokens per row.")
 @click.option("--most", type=click.IntRange(1), metavar="N", help="Run at most this many batches.")
 @click.option(
     "--group", is_flag=True, help="One weight for all sites whose paths differ only in numbers, such as layers."
@@ -26,7 +26,6 @@ from .options import FILE, progress, say
     "--output",
     type=FILE,
     default="weights.json",
-    show_default=True,
     metavar="FILE",
     help="Where to write; ends in .json.",
 )

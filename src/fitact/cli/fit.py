@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from fitact.fitter.numerics import Weight
     from fitact.fitter.records import AnyFit
 from .names import check_function, known_functions
-from .options import FILE, FITS, Finite, advance, check_weight, completing, named, once, progress, read_weight, say
+from .options import FILE, FITS, Finite, check_weight, completing, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
@@ -46,7 +45,6 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "--method",
     type=click.Choice(["fewbit", "relumix", "inverted", "output", "recompute"]),
     default="fewbit",
-    show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. output: the "
     "derivative as a function of the output alone, the catalog's or yours. recompute: exact; for a gate, saving g "
@@ -107,7 +105,6 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
     default=0,
-    show_default=True,
     help="Seed of relumix's annealing; fewbit is deterministic and only records it.",
 )
 @click.option(
@@ -221,7 +218,7 @@ def fit(
 
     given |= {"weight": weighing, "seed": seed}
     made: list[AnyFit] = []
-    with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
+    with progress(len(jobs), "fitting") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
         if weighing is not None and weighing.text != weight:
             _warn_of_domain(weighing, domain or DOMAINS[method])
@@ -232,12 +229,12 @@ def fit(
                 continue
             options = {key: given[key] for key in own if given[key] is not None and key != "family"}
             if method in ("relumix", "inverted"):
-                options["progress"] = partial(advance, bar, i)
+                options["progress"] = lambda share, done=i: advance(done + share)
             fit = make(RECORDED[kind] + method, activation, name or f"{activation.name}_{method}", **options)
             if name is None and isinstance(fit, StepFit | InvertedFit):
                 fit = replace(fit, name=f"{fit.name}{fit.bits}")
             made.append(fit)
-            advance(bar, i, 1.0)
+            advance(i + 1)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
     for fit, path in zip(made, paths, strict=True):
         _check_replaceable(path, fit, force)
@@ -245,7 +242,7 @@ def fit(
         write(path, fit.to_json())
     for warning in caught:
         say(f"fitact: warning: {warning.message}", err=True)
-    show_fits(made)
+    say("\n".join(show_fits(made)))
     for path in paths:
         say(f"wrote {path}")
 

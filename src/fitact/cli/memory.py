@@ -5,7 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import click
 from fitact.base import UsageError, quote
 
 from .names import WORD, check_layers, check_model, check_place, check_timm, installed, model_types, timm_models
-from .options import Finite, advance, completing, named, once, progress, refused, say, writing
+from .options import Finite, completing, finish, named, once, progress, writing
 
 if TYPE_CHECKING:
     from fitact.runtime.measure import Source, Training
@@ -57,10 +57,8 @@ MODEL_OPTIONS = (
         help="Attention of the --hf model: fused (sdpa), or composed of operations (eager).  [default: sdpa]",
     ),
     click.option("--image", type=click.IntRange(1), metavar="N", help="Height and width of images, in pixels."),
-    click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N"),
-    click.option(
-        "--seq", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens per row."
-    ),
+    click.option("--batch", type=click.IntRange(1), default=1, metavar="N"),
+    click.option("--seq", type=click.IntRange(1), default=512, metavar="N", help="Tokens per row."),
     click.option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -73,9 +71,7 @@ MODEL_OPTIONS = (
         help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on "
         "those of all blocks.",
     ),
-    click.option(
-        "--rank", type=click.IntRange(1), default=8, show_default=True, metavar="R", help="Rank of the adapters."
-    ),
+    click.option("--rank", type=click.IntRange(1), default=8, metavar="R", help="Rank of the adapters."),
     click.option(
         "--freeze",
         multiple=True,
@@ -86,7 +82,6 @@ MODEL_OPTIONS = (
         "--optimizer",
         type=click.Choice(["adamw", "sgd", "none"]),
         default="adamw",
-        show_default=True,
         help="Optimizer whose state must fit too; sgd has momentum.",
     ),
 )
@@ -114,8 +109,7 @@ class Asked:
 
     @cached_property
     def source(self) -> Source:
-        """The source of the model; UsageError if the options name none, or several."""
-        self.check()
+        """The source of the model, after `check`."""
         from fitact.runtime.measure import from_callable, hugging_face, timm_model
 
         if self.hf is not None:
@@ -176,6 +170,11 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
+def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    if value is not None:
+        raise click.UsageError("--json is now -o, as in all commands", ctx)
+
+
 @click.command()
 @of_a_model
 @click.option(
@@ -183,7 +182,6 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(1, 4),
     multiple=True,
     default=(3,),
-    show_default=True,
     metavar="K",
     help="Bits of fewbit. Repeatable.",
 )
@@ -193,13 +191,12 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
     type=FiniteRange(0, 1),
     multiple=True,
     default=(1.0, 0.9, 0.7),
-    show_default=True,
     metavar="B",
     help="The compiler's activation_memory_budget; 0.9 also in codes, and in float8. Repeatable.",
 )
 @click.option("--no-compiler", is_flag=True, help="Leave out the compiler, which takes most of the time.")
 @click.option("--bytes", "exact", is_flag=True, help="Print bytes, not MiB.")
-@click.option("--json", hidden=True, expose_value=False, callback=refused("--json is now -o, as in all commands"))
+@click.option("--json", hidden=True, expose_value=False, callback=_refuse)
 @writing("all numbers", "a bar chart")
 def memory(
     asked: Asked,
@@ -223,11 +220,10 @@ def memory(
       fitact memory my_models:tiny --batch 8 -o tiny.json
     """
     asked.check()
-    from fitact.base import write
     from fitact.runtime.choose import lines, measure
 
     source = asked.source
-    with progress(1, "measuring") as bar:
+    with progress(1, "measuring") as advance:
         report = measure(
             source,
             training=asked.training,
@@ -238,17 +234,9 @@ def memory(
             bits=once(bits),
             budgets=() if no_compiler else once(budgets),
             optimizer=asked.optimizer,
-            progress=partial(advance, bar, 0),
+            progress=advance,
         )
-    if output is not None:
-        write(output, report.to_json())
-    if picture is not None:
-        report.plot(picture)
-    for line in lines(report, exact=exact):
-        say(line)
-    for path in (output, picture):
-        if path is not None:
-            say(f"wrote {path}")
+    finish(report, "\n".join(lines(report, exact=exact)), output, picture)
 
 
 def _size(text: str) -> tuple[str, Any]:

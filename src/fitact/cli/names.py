@@ -30,12 +30,7 @@ def check_function(
 ) -> None:
     """Raise UsageError if a name or a formula is surely wrong: all that can be known without SymPy.
 
-    Args:
-        kind: of `METHODS`.
-        function: the name or the formula.
-        parameters: of an activation of the catalog, by name.
-        learned: the learned parameters of a formula.
-
+    The kind is one of `METHODS`; `parameters` are those of an activation of the catalog, `learned` of a formula.
     """
     from fitact.fitter.catalog import CATALOG, GATES, LEARNED, check_known
     from fitact.fitter.syntax import Syntax

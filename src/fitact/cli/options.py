@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fitact.base import UsageError, format_of, printable, quote
+from fitact.base import UsageError, format_of, printable, quote, write
 
 if TYPE_CHECKING:
-    from click._termui_impl import ProgressBar
-
     from fitact.fitter.numerics import Weight
     from fitact.fitter.records import AnyFit
+    from fitact.planning import Plan
+    from fitact.runtime.choose import Report
 
 
 FITS = Path("generated/fits")
@@ -40,28 +40,20 @@ class Finite(click.types.FloatParamType):
         return number
 
 
-class _File(click.Path):
-    """The path of a file to write."""
+class _Place(click.Path):
+    """The path of a file to write, or of a folder if that will do."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in ("", "-") or str(value).endswith(("/", os.sep)):
-            self.fail(f"expected the name of a file, got {quote(value)}", param, ctx)
-        if os.path.isdir(value):
+        what = "folder" if self.dir_okay else "file"
+        if value in ("", "-") or (what == "file" and str(value).endswith(("/", os.sep))):
+            self.fail(f"expected the name of a {what}, got {quote(value)}", param, ctx)
+        if what == "file" and os.path.isdir(value):
             self.fail(f"expected the name of a file, and {quote(value)} is a folder", param, ctx)
         return super().convert(value, param, ctx)
 
 
-class _Folder(click.Path):
-    """The path of a folder to write."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in ("", "-"):
-            self.fail(f"expected the name of a folder, got {quote(value)}", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-FILE = _File(path_type=Path)
-FOLDER = _Folder(path_type=Path)
+FILE = _Place(dir_okay=False, path_type=Path)
+FOLDER = _Place(path_type=Path)
 
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
@@ -136,14 +128,16 @@ def completing(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, c
     return lambda ctx, param, word: [name for name in names() if name.startswith(word)]
 
 
-def refused(message: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """Return the callback of an option of once: it refuses it in a line that names the new one."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value is not None:
-            raise click.UsageError(message, ctx)
-
-    return refuse
+def finish(report: Plan | Report, text: str, output: Path | None, picture: Path | None) -> None:
+    """Write a report as JSON and as a picture, where that is asked for, and print its text."""
+    if output is not None:
+        write(output, report.to_json())
+    if picture is not None:
+        report.plot(picture)
+    say(text)
+    for path in (output, picture):
+        if path is not None:
+            say(f"wrote {path}")
 
 
 def writing(result: str, drawn: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -172,8 +166,11 @@ EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
 @contextmanager
-def progress(jobs: int, label: str) -> Iterator[ProgressBar[int]]:
-    """Show a progress bar over this many jobs on a terminal; elsewhere, print a line every ten seconds."""
+def progress(jobs: int, label: str) -> Iterator[Callable[[float], None]]:
+    """Show a progress bar over this many jobs on a terminal; elsewhere, print a line every ten seconds.
+
+    The context gives what is called with the number of jobs that are done, whole ones and a share of the next.
+    """
     hidden, done = not sys.stderr.isatty(), threading.Event()
     with click.progressbar(length=jobs * STEPS, label=label, file=sys.stderr, hidden=hidden) as bar:
 
@@ -187,13 +184,8 @@ def progress(jobs: int, label: str) -> Iterator[ProgressBar[int]]:
         if hidden:
             thread.start()
         try:
-            yield bar
+            yield lambda whole: bar.update(max(0, round(whole * STEPS) - bar.pos))
         finally:
             done.set()
             if hidden:
                 thread.join()
-
-
-def advance(bar: ProgressBar[int], fits: int, share: float) -> None:
-    """Move the bar to a number of whole fits and a share of the next."""
-    bar.update(max(0, round((fits + share) * STEPS) - bar.pos))

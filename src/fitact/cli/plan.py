@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import click
@@ -11,7 +10,7 @@ import click
 from fitact.base import JobError, UsageError
 
 from .memory import Asked, FiniteRange, of_a_model
-from .options import advance, progress, say, writing
+from .options import finish, progress, say, writing
 
 MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
 RANKS = click.IntRange(1, 2**20)
@@ -29,14 +28,12 @@ RANKS = click.IntRange(1, 2**20)
     "--error",
     type=click.Choice(["exact", "rounding", "coarse"]),
     default="rounding",
-    show_default=True,
     help="How far gradients may be off.",
 )
 @click.option(
     "--device",
     type=click.Choice(["a100", "h100", "h200", "gh200", "b200", "mi300x", "rtx4090", "rtx3090", "t4"]),
     default="a100",
-    show_default=True,
     help="Device to predict time for.",
 )
 @click.option("--measure", "measures", is_flag=True, help="Measure this machine's device instead, in ten seconds.")
@@ -55,11 +52,17 @@ RANKS = click.IntRange(1, 2**20)
     "--host-gib",
     type=FiniteRange(0, MOST_GIB),
     default=0.0,
+    show_default=False,
     metavar="G",
     help="Memory of the host, in GiB, that offloading may pin; takes three times as long.  [default: none]",
 )
 @click.option(
-    "--fsdp", type=RANKS, default=1, metavar="N", help="Of N ranks that share the model by FSDP2, plan for one."
+    "--fsdp",
+    type=RANKS,
+    default=1,
+    show_default=False,
+    metavar="N",
+    help="Of N ranks that share the model by FSDP2, plan for one.",
 )
 @click.option("--ddp", is_flag=True, help="The model is in DistributedDataParallel, which has buckets.")
 @click.option("--accumulate", is_flag=True, help="Gradients of earlier batches are there already.")
@@ -130,8 +133,8 @@ def plan(
     def planner(size: int | None = None) -> Planner:
         """Return the planner of the sizes that are given, or of another one in place of the largest."""
         of_size = subject if size is None else subject.sized(**sizes | {str(largest): size})
-        with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
-            return Planner(of_size, asked.optimizer, where, host_gib, error, partial(advance, bar, 0))
+        with progress(1, "planning" if size is None else f"{largest} {size}") as advance:
+            return Planner(of_size, asked.optimizer, where, host_gib, error, advance)
 
     if largest is None:
         result = planner().plan(gib, error, front=front)
@@ -143,13 +146,6 @@ def plan(
             planner, gib=gib, error=error, here=here, limit=limit, degree=degree, front=front
         )
         say(f"the largest {largest} that fits is {size}")
-    if output is not None and result.fits:
-        result.save(output)
-    if picture is not None:
-        result.plot(picture)
-    say(str(result))
-    for path in (output if result.fits else None, picture):
-        if path is not None:
-            say(f"wrote {path}")
+    finish(result, str(result), output if result.fits else None, picture)
     if not result.fits:
         raise JobError(f"no plan fits {gib:g} GiB: a step takes at least {result.peak / GIB:.3g} GiB")

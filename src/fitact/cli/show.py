@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,17 +40,16 @@ def show(things: Sequence[str]) -> None:
 
     from fitact.fitter.analysis import Activation, Gate, Learned
 
-    from . import tables as print_
+    from . import tables
 
-    with contextlib.redirect_stdout(io.StringIO()) as printed:  # all or nothing
-        if not things:
-            print_.catalog()
-        elif fits:
-            print_.fits(read)
-        elif things[0] in LEARNED:
-            print_.learned(Learned.of(things[0], {}))
-        elif is_gate(things[0]):
-            print_.gate(Gate.of(things[0]))
-        else:
-            print_.activation(Activation.of(things[0]))
-    say(printed.getvalue(), nl=False)
+    if not things:
+        lines = tables.catalog()
+    elif fits:
+        lines = tables.fits(read)
+    elif things[0] in LEARNED:
+        lines = tables.learned(Learned.of(things[0], {}))
+    elif is_gate(things[0]):
+        lines = tables.gate(Gate.of(things[0]))
+    else:
+        lines = tables.activation(Activation.of(things[0]))
+    say("\n".join(lines))

@@ -15,28 +15,21 @@ from fitact.fitter.methods import fewbit, inverted, output, relumix
 from fitact.fitter.numerics import DTYPES
 from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit, OutputFit, StepFit
 
-from .options import say
-
 MOST = 12  # the most breakpoints, pieces or roots that are listed
 
 
-def catalog() -> None:
-    """Print the catalog: names, formulas and PyTorch's functions."""
+def catalog() -> list[str]:
+    """Return the catalog: names, formulas and PyTorch's functions."""
     rows = [("name", "f(x)", "PyTorch")]
     for name, entry in CATALOG.items():
         call = "none" if entry.torch is None else entry.filled(entry.torch, {})
         rows.append((name, entry.filled(entry.expression, {}), call))
-    _print(rows)
-    say()
-    _print([("gate", "h(g, u)"), *GATES.items()])
-    say()
-    formulas = [Learned.of(name, {}) for name in LEARNED]
-    _print(
-        [
-            ("formula", "f(x)", "learned, from"),
-            *((formula.name or "", formula.expression, starts(formula)) for formula in formulas),
-        ]
-    )
+    gates = [("gate", "h(g, u)"), *GATES.items()]
+    formulas = [("formula", "f(x)", "learned, from")]
+    for name in LEARNED:
+        formula = Learned.of(name, {})
+        formulas.append((name, formula.expression, starts(formula)))
+    return [*columns(rows), "", *columns(gates), "", *columns(formulas)]
 
 
 def starts(formula: Learned) -> str:
@@ -44,10 +37,10 @@ def starts(formula: Learned) -> str:
     return ", ".join(f"{number.name}{':channel' * number.channel}={number.start:g}" for number in formula.numbers)
 
 
-def learned(shown: Learned) -> None:
-    """Print the derivatives of a formula with learned parameters."""
+def learned(shown: Learned) -> list[str]:
+    """Return the derivatives of a formula with learned parameters."""
     derivatives = zip(shown.names, shown.gradient_formulas, strict=True)
-    _print(
+    return columns(
         [
             ("f(x)", shown.expression),
             ("learned", starts(shown)),
@@ -59,18 +52,17 @@ def learned(shown: Learned) -> None:
     )
 
 
-def gate(shown: Gate) -> None:
-    """Print the analysis of a gate's factors, both as functions of x."""
+def gate(shown: Gate) -> list[str]:
+    """Return the analysis of a gate's factors, both as functions of x."""
+    lines = []
     for name, argument, factor in (("a", "g", shown.a), ("b", "u", shown.b)):
-        say(f"{name}({argument}), with x for {argument}:")
-        activation(factor)
-        say()
-    _print([("h(g, u)", shown.expression), ("recompute", "yes: exact, saving g and u")])
+        lines += [f"{name}({argument}), with x for {argument}:", *activation(factor), ""]
+    return lines + columns([("h(g, u)", shown.expression), ("recompute", "yes: exact, saving g and u")])
 
 
-def activation(f: Activation) -> None:
-    """Print the analysis of an activation over the reals, and which methods apply to it."""
-    _print([*_analysed(f), *((name, _answer(f, method)) for name, method in _METHODS.items())])
+def activation(f: Activation) -> list[str]:
+    """Return the analysis of an activation over the reals, and which methods apply to it."""
+    return columns([*_analysed(f), *((name, _answer(f, method)) for name, method in _METHODS.items())])
 
 
 def _analysed(f: Activation) -> list[tuple[str, str]]:
@@ -190,25 +182,16 @@ def _output(f: Activation) -> str:
         return f"yes: f'(x) = {output.fit(f, 'shown').derivative}"
 
 
-_METHODS: dict[str, Callable[[Activation], str]] = {
-    "fewbit": _fewbit,
-    "relumix": _relumix,
-    "inverted": _inverted,
-    "output": _output,
-}
+_METHODS = {"fewbit": _fewbit, "relumix": _relumix, "inverted": _inverted, "output": _output}
 
 
-def _print(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
-    for line in columns(rows, align):
-        say(line)
-
-
-def fits(shown: Sequence[AnyFit]) -> None:
-    """Print the errors of fits side by side, one table for each kind of fit."""
+def fits(shown: Sequence[AnyFit]) -> list[str]:
+    """Return the errors of fits side by side, one table for each kind of fit."""
+    lines = []
     for kinds, head, align, row in _TABLES:
         rows = [row(fit) for fit in shown if isinstance(fit, kinds)]
-        if rows:
-            _print([head, *rows], align)
+        lines += columns([head, *rows], align) if rows else []
+    return lines
 
 
 def _step_row(fit: StepFit) -> tuple[str, ...]:
@@ -227,24 +210,17 @@ def _output_row(fit: OutputFit) -> tuple[str, ...]:
     return (fit.name, *(f"{fit.error[dtype]:.4g}" for dtype in DTYPES), f" {fit.derivative}")
 
 
-def _gate_row(fit: GateFit) -> tuple[str, ...]:
-    return (fit.name, "g and u", fit.activation.expression)
-
-
-def _formula_row(fit: LearnedFit) -> tuple[str, ...]:
-    return (fit.name, "x", starts(fit.activation), fit.activation.expression)
-
-
+STEP_HEAD = ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|")
 # Kinds of fit, the heads of their table, its alignment, and the row of a fit.
 _TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]], ...] = (
-    (
-        StepFit,
-        ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|"),
-        "<>>>>>>>",
-        _step_row,
-    ),
+    (StepFit, STEP_HEAD, "<>>>>>>>", _step_row),
     (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
     (OutputFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _output_row),
-    (GateFit, ("", "saved", "h(g, u)"), "<<<", _gate_row),
-    (LearnedFit, ("", "saved", "learned", "f(x)"), "<<<<", _formula_row),
+    (GateFit, ("", "saved", "h(g, u)"), "", lambda fit: (fit.name, "g and u", fit.activation.expression)),
+    (
+        LearnedFit,
+        ("", "saved", "learned", "f(x)"),
+        "",
+        lambda fit: (fit.name, "x", starts(fit.activation), fit.activation.expression),
+    ),
 )
