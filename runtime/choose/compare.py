@@ -322,7 +322,9 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
 
 
 def _table(report: Report, size: Callable[[int], str]) -> list[tuple[str, ...]]:
-    table = [("", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak")]
+    table: list[tuple[str, ...]] = [
+        ("", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak")
+    ]
     for row in report.rows:
         again = row.traffic != 0
         table.append(

@@ -114,21 +114,21 @@ def compiled(
         """Partition the joint graph under each budget, as Inductor does, and end the compilation."""
         outputs = more["num_fwd_outputs"]
 
-        def read(budget: float, forward: fx.GraphModule, backward: fx.GraphModule, stored: str = "") -> None:
-            saved = _saved(forward, owned, outputs)
-            results.append(Compiled(budget, saved, _flops(forward) + _flops(backward), stored))
+        def read(budget: float, graphs: tuple[fx.GraphModule, fx.GraphModule], stored: str = "") -> None:
+            saved = _saved(graphs[0], owned, outputs)
+            results.append(Compiled(budget, saved, sum(map(_flops, graphs)), stored))
             advance()
 
         advance()
         for budget in budgets:
-            forward, backward = min_cut(_copied(graph), given, budget, **more)
-            read(budget, forward, backward)
+            graphs = min_cut(_copied(graph), given, budget, **more)
+            read(budget, graphs)
             if budget in coded:
                 codes = Partition(budget, POLICIES["rounding"], False, lambda records: None)
                 with unset_fake_temporarily():
-                    codes.change(forward, backward, outputs, range(owned))
-                read(budget, forward, backward, "codes")
-                read(budget, *min_cut(_copied(graph), given, budget, float8=True, **more), "float8")
+                    codes.change(graphs[0], graphs[1], outputs, range(owned))
+                read(budget, graphs, "codes")
+                read(budget, min_cut(_copied(graph), given, budget, float8=True, **more), "float8")
         raise _DoneError
 
     def partition(joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:

@@ -126,9 +126,9 @@ def convert(
     for site, kind, note in zip(sites, kinds, notes, strict=True):
         path = first.setdefault(site.key, site.path)
         same = f"the same module as {path}" if path != site.path else ""
-        after = None if kind is None else registered(kind).name + ", in place" * site.in_place
+        new = None if kind is None else registered(kind).name + ", in place" * site.in_place
         reason = "; ".join(filter(None, (note, same)))
-        records.append(SiteRecord(site.path, "activation", site.before, after, reason))
+        records.append(SiteRecord(site.path, "activation", site.before, new, reason))
     return replaced(conversion, sites=tuple(records))
 
 

@@ -362,13 +362,13 @@ class _Parts:
                 what = ("grad in", i) if i == first else ("grad out", i - 1)
                 before = self.places.get(("grad out", i - 1), end)
                 backward.append(max(backward[-1], self.places.get(what, before)))
-        spans = pairwise([*forward, loss]), reversed([*pairwise([*backward, end])])
-        self.parts = parts = [*zip(owners, _extras(subject, owners), *spans, strict=True)]
-        self.blocks = [self._span(*part) for owner, *part in parts if owner is not None]
-        self.between = [self._span(*part) for owner, *part in parts if owner is None]
+        there, back = pairwise([*forward, loss]), reversed([*pairwise([*backward, end])])
+        self.parts = parts = [*zip(owners, _extras(subject, owners), there, back, strict=True)]
+        self.blocks = [self._span(*part[1:]) for part in parts if part[0] is not None]
+        self.between = [self._span(*part[1:]) for part in parts if part[0] is None]
         most = freed = 0
-        for _, extra, there, back in reversed(parts):
-            most = max(most, self._peak(*there) + extra.forward, self._peak(*back) + extra.backward - freed)
+        for _, extra, ahead, behind in reversed(parts):
+            most = max(most, self._peak(*ahead) + extra.forward, self._peak(*behind) + extra.backward - freed)
             freed += extra.freed
         work = sum((mark.work for mark in marks), Work())
         self.step = Cost(marks[loss].level, most, work, marks[loss].host)
@@ -382,7 +382,7 @@ class _Parts:
         before = self.marks[self.places["in", first]].level + (i - first) * cost.saved
         at = i + sum(first <= i for first in self.firsts)  # a part lies before each run
         _, extra, there, back = self.parts[at]
-        grads = sum(self._span(*part)[1] + part[0].freed for _, *part in self.parts[at + 1 :])
+        grads = sum(self._span(*part[1:])[1] + part[1].freed for part in self.parts[at + 1 :])
         peaks = self._peak(*there) + extra.forward, self._peak(*back) + extra.backward - grads
         return replace(cost, peak=max(peaks) - before)
 
