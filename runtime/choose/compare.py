@@ -1,19 +1,4 @@
-"""Where a model's bytes are, and what each policy saves: `measure`, behind `fitact memory`.
-
-    from fitact.runtime.choose import measure
-    from fitact.runtime.measure import Training, hugging_face
-
-    report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048)
-    report.block                                   # bytes of one block by kind
-    {row.name: row.bytes for row in report.rows}   # bytes saved, as it is and with each policy
-
-    def mine(batch, seq):                          # a model of your own, with its input
-        return MyModel(), torch.randn(batch, seq, 512)
-
-    measure(mine, batch=8, seq=1024)
-
-`print(report)` shows the command line's tables.
-"""
+"""Where a model's bytes are, and what each policy saves: `measure`, behind `fitact memory`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fitact.base import UsageError
+from fitact.base import UsageError, write
 
 from .names import check_place
 from .options import FILE, progress, say
@@ -45,7 +45,6 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
     if output.suffix != ".json":
         raise UsageError(f"{output}: expected a file name that ends in .json, by which fitact fit knows it")
     check_place(call)
-    from fitact.base import write
     from fitact.calibration import calibrate as run
     from fitact.runtime.measure import model_and_batches
 

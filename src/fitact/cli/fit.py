@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fitact.base import FitWarning, UsageError, quote
+from fitact.base import FitWarning, UsageError, quote, read_text, write
 
 if TYPE_CHECKING:
     from fitact.fitter.analysis import Gate
@@ -152,7 +152,6 @@ def fit(
       fitact fit --fn "tanh(g)*u" --method recompute --name tanh_gate
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method recompute --name own_swish
     """
-    from fitact.base import write
     from fitact.fitter.catalog import CATALOG, DOMAINS, GATES, LEARNED, METHODS, RECORDED, check_name
     from fitact.fitter.syntax import Syntax
 
@@ -308,7 +307,6 @@ def _learned(text: str) -> tuple[str, tuple[float, bool]]:
 
 
 def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
-    from fitact.base import read_text
     from fitact.fitter.files import FIT
 
     if not force and path.exists() and read_text(path, FIT.limit) != fit.to_json():

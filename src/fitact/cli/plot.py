@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from fitact.base import format_of, write
+
 from .options import FILE, PATH, read_fits, say
 
 
@@ -29,8 +31,6 @@ def plot(fits: Sequence[Path], output: Path | None) -> None:
       fitact plot
       fitact plot generated/fits/gelu_fewbit3.json -o gelu.svg
     """
-    from fitact.base import format_of, write
-
     if output is not None:
         format_of(output)
     read = read_fits(fits)

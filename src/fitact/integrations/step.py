@@ -18,17 +18,7 @@ from fitact.runtime.torch_internals import is_compiled
 
 
 class Converting:
-    """What callbacks of trainers share: how they convert the model, and what came of it.
-
-    Args:
-        error: as for `fitact.convert`; by default `"exact"`.
-        plan: in place of an error: a plan of `fitact.plan`, or the file of one.
-        gradients: whether the gradients of the first batch are compared with the baseline's, in a step of each.
-
-    Raises:
-        UsageError: both an error and a plan are given, or one that is not valid.
-
-    """
+    """What callbacks of trainers share: their arguments, and what came of converting the model."""
 
     def __init__(
         self, error: str | None = None, *, plan: Plan | str | Path | None = None, gradients: bool = True
@@ -68,14 +58,9 @@ def planned(model: nn.Module, plan: Plan) -> dict[str, float]:
 def converted(
     model: nn.Module, inputs: Inputs, error: str, gradients: bool
 ) -> tuple[Conversion | None, dict[str, float]]:
-    """Convert a model, and return the report and what to log; where nothing changes, a warning says why.
+    """Convert a model with the inputs of a training step, and return the report and what to log.
 
-    Args:
-        model: the model, changed in place.
-        inputs: of a training step.
-        error: as for `fitact.convert`.
-        gradients: whether to compare the gradients of a step, which takes its memory.
-
+    Where nothing changes, a warning says why.
     """
     if any(map(is_compiled, model.modules())):
         does_nothing("the model is compiled: use fitact.compile in place of torch.compile")

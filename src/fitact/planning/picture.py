@@ -9,6 +9,7 @@ from fitact.base import blank, defaults, literal, save
 from .record import GIB, Plan
 
 LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "coarse": "#e09f3e"}
+GREY, RED = "#5c677d", "#d1495b"  # of what is no plan, and of this plan and its memory
 MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
 
 
@@ -18,37 +19,29 @@ def draw(plan: Plan, format: str = "png") -> bytes:
     figure = blank(format, (11, 5.4))
     axes = figure.add_subplot()
     baseline = plan.baseline_seconds
+
+    def mark(peak: int, time: float, label: str, **style: Any) -> None:
+        axes.plot([peak / GIB], [time], linestyle="none", label=label, **style)
+
     for error, color in LINES.items():
         line = [p for p in plan.points if p.name == "plan" and p.error == error]
         if line:
-            style: dict[str, Any] = {"color": color, "linewidth": 2, "marker": "."}
             xs, ys = [p.peak / GIB for p in line], [p.seconds / baseline for p in line]
-            axes.plot(xs, ys, label=f"plans, gradients {error}", **style)
+            axes.plot(xs, ys, label=f"plans, gradients {error}", color=color, linewidth=2, marker=".")
     others = [p for p in plan.points if p.name != "plan"]
-    for mark, p in zip(MARKS, others, strict=False):
-        shade: dict[str, Any] = {"color": "#5c677d" if p.error == "exact" else LINES[p.error], "linestyle": "none"}
-        axes.plot([p.peak / GIB], [p.seconds / baseline], marker=mark, label=literal(p.name), **shade)
+    for marker, p in zip(MARKS, others, strict=False):
+        color = GREY if p.error == "exact" else LINES[p.error]
+        mark(p.peak, p.seconds / baseline, literal(p.name), marker=marker, color=color)
     if plan.groups:
-        style = {
-            "color": "#d1495b",
-            "marker": "o",
-            "markersize": 11,
-            "markerfacecolor": "none",
-            "linestyle": "none",
-        }
-        label = f"this plan, gradients {plan.error}"
-        axes.plot([plan.peak / GIB], [plan.seconds / baseline], markeredgewidth=2, label=label, **style)
+        ring = {"color": RED, "marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 2}
+        mark(plan.peak, plan.seconds / baseline, f"this plan, gradients {plan.error}", **ring)
     if not any(p.name == "baseline" for p in others):
-        axes.plot(
-            [plan.baseline_peak / GIB], [1.0], marker="o", color="#5c677d", linestyle="none", label="baseline"
-        )
+        mark(plan.baseline_peak, 1.0, "baseline", marker="o", color=GREY)
     if not plan.fits:
         label = f"the least of a step, {plan.peak / GIB:.3g} GiB"
-        axes.axvline(plan.peak / GIB, color="#5c677d", linewidth=1, linestyle=":", label=label)
-    axes.axvline(plan.gib, color="#d1495b", linewidth=1, linestyle="--")
-    axes.annotate(
-        f" {plan.gib:g} GiB", (plan.gib, 0.98), xycoords=("data", "axes fraction"), va="top", color="#d1495b"
-    )
+        axes.axvline(plan.peak / GIB, color=GREY, linewidth=1, linestyle=":", label=label)
+    axes.axvline(plan.gib, color=RED, linewidth=1, linestyle="--")
+    axes.annotate(f" {plan.gib:g} GiB", (plan.gib, 0.98), xycoords=("data", "axes fraction"), va="top", color=RED)
     rest = (plan.fixed + plan.gradients) / GIB
     axes.axvspan(0, rest, color="#eeeeee", zorder=0, label="parameters, gradients, optimizer")
     axes.set_xlim(

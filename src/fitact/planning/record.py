@@ -221,16 +221,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"offloaded to the host: {binary(plan.host)} of pinned memory, of {plan.host_gib:g} GiB"
     if plan.points:
         yield ""
-        yield from table(plan.points, plan.baseline_seconds)
+        head = ("", "gradients", "peak", "time, of baseline")
+        shares = ((p, f"{three(100 * p.seconds / plan.baseline_seconds)} %") for p in plan.points)
+        yield from columns([head, *((p.name, p.error, binary(p.peak), share) for p, share in shares)], "<<>>")
     for note in plan.notes:
         yield f"note: {note}"
-
-
-def table(points: Sequence[Point], baseline: float) -> list[str]:
-    """Return the lines of a table of points: memory against time."""
-    head = ("", "gradients", "peak", "time, of baseline")
-    rows = [(p.name, p.error, binary(p.peak), f"{three(100 * p.seconds / baseline)} %") for p in points]
-    return columns([head, *rows], "<<>>")
 
 
 def _span(blocks: Sequence[str]) -> str:
