@@ -197,10 +197,13 @@ def measure(
     fixed = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + state
     rows, refused = list[Row](), list[str]()
     for policy, modules in candidates:
-        if row := _row(subject, policy, modules, baseline, fixed, notes):
-            rows.append(row)
-        elif policy.method:
-            refused.append(policy.name)
+        try:
+            rows.append(_row(subject, policy, modules, baseline, fixed))
+        except UsageError as error:  # PyTorch does not checkpoint operations in place
+            if policy.method:
+                refused.append(policy.name)
+            else:
+                notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
         advance()
     if refused:
         names = sorted({site.activation for site in sites if site.activation})
@@ -250,22 +253,10 @@ def _candidates(
         yield Policy(f"checkpointing, {name}", checkpoint=kind), blocks
 
 
-def _row(
-    subject: Subject,
-    policy: Policy,
-    modules: Sequence[nn.Module],
-    baseline: Measured,
-    fixed: int,
-    notes: list[str],
-) -> Row | None:
-    """Measure a policy; None if there is nothing in the modules that it changes, or it fails."""
-    try:
-        with changed(modules, [policy] * len(modules)) as replaced:
-            done = baseline if policy is BASELINE else whole_step(subject)
-    except UsageError as error:  # PyTorch does not checkpoint operations in place
-        if not policy.method:
-            notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
-        return None
+def _row(subject: Subject, policy: Policy, modules: Sequence[nn.Module], baseline: Measured, fixed: int) -> Row:
+    """Measure a policy; UsageError if there is nothing in the modules that it changes, or it fails."""
+    with changed(modules, [policy] * len(modules)) as replaced:
+        done = baseline if policy is BASELINE else whole_step(subject)
     flops, traffic = (
         (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
         / max(getattr(baseline.forward, what), 1)

@@ -89,15 +89,20 @@ def convert(
     """
     model, substitutes = inner(model), replace or {}
     flags(gradients=gradients is not None and gradients, dry_run=dry_run, recompute_attention=recompute_attention)
-    _check(model, method, bits, error, substitutes, example_inputs, gradients)
-    if recompute_attention and (method is not None or substitutes):
-        raise UsageError("recompute_attention: expected no method and no replace, which change activations alone")
-    if offload and (method is not None or substitutes):
-        raise UsageError("offload: expected no method and no replace, which save nothing in a context")
+    if gradients and example_inputs is None:
+        raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
     run = None if example_inputs is None else runner(example_inputs)
     if method is None and not substitutes:
         context = partial(saving, error, bits, recompute_attention=recompute_attention, offload=offload)
         return _attached(model, _contexts(model, context, include, exclude), run, dry_run, gradients)
+    _check(model, method, bits, substitutes)
+    for what, given, why in (
+        (f"error {quote(error)}", error != "exact", "have their own errors"),
+        ("recompute_attention", recompute_attention, "change activations alone"),
+        ("offload", offload, "save nothing in a context"),
+    ):
+        if given:
+            raise UsageError(f"{what}: expected no method and no replace, which {why}")
     own = frozenset(substitutes)
     sites = _chosen(activation_sites(model, own), include, exclude)
     _check_substitutes(sites, substitutes)
@@ -229,36 +234,22 @@ def _with_modules(
 # ------------------------------------------------------------------------------------------------------ arguments
 
 
-def _check(
-    model: nn.Module,
-    method: str | None,
-    bits: Any,
-    error: str,
-    substitutes: Mapping[Any, Any],
-    example_inputs: Any,
-    gradients: bool | None,
-) -> None:
-    """Raise a UsageError if the arguments of `convert` do not go together."""
+def _check(model: nn.Module, method: str | None, bits: Any, substitutes: Mapping[Any, Any]) -> None:
+    """Raise a UsageError if a method and replacements cannot be these, or the model has no place for them."""
     if method in OLD:
         raise UsageError(f"method {quote(method)}: it is now error={quote(OLD[method])}, without a method")
     if method is not None and method not in METHODS:
         raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, or none")
     if method is not None:
         check_bits(method, bits)
-    if error != "exact" and (method is not None or substitutes):
-        raise UsageError(f"error {quote(error)}: expected no method and no replace, which have their own errors")
-    if gradients and example_inputs is None:
-        raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
     for old, new in substitutes.items():
         for kind in (old, new):
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
         if not is_generated(new):
             raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
-    if method is not None or substitutes:
-        site = recognise(model, frozenset(), model, "", "")
-        if site is not None:
-            raise UsageError(f"the model is itself an activation, {site.before}: use fitact.activation instead")
+    if (site := recognise(model, frozenset(), model, "", "")) is not None:
+        raise UsageError(f"the model is itself an activation, {site.before}: use fitact.activation instead")
 
 
 def check_bits(method: str, bits: object) -> None:

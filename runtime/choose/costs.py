@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -104,8 +104,7 @@ def measure_costs(
 
     Policies that a block refuses are left out; those that fail are noted, too.
     """
-    runs, marks = baseline_step(subject, device)
-    parts = _Parts(subject, runs, marks)
+    runs, parts = baseline_step(subject, device)
     segments, end = [_segment(*parts.between[0])], 0
     for run, after in zip(runs, parts.between[1:], strict=True):
         end += len(run.blocks)
@@ -127,36 +126,33 @@ def step(
     subject: Subject, device: Device, runs: Sequence[Run], policies: Sequence[Policy], whole: Policy = BASELINE
 ) -> Cost:
     """Measure a training step of a model, with a policy for each block of its runs, and one for the whole."""
-    return _Parts(subject, runs, _marks(subject, device, runs, policies, whole=whole)).step
+    return _run(subject, device, runs, policies, whole=whole).step
 
 
 def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segment) -> Segment:
     """Return what lies after the last run, with what it costs if that takes less memory in a context."""
     if any(block is subject.model for run in runs for block in run.blocks):
         return end
-    marks = _marks(subject, device, runs, _baseline(runs), whole=REST)
-    cost, baseline = _Parts(subject, runs, marks).between[-1][0], end.costs[BASELINE]
+    (cost, _), baseline = _run(subject, device, runs, _baseline(runs), whole=REST).between[-1], end.costs[BASELINE]
     if cost.saved >= baseline.saved and cost.peak >= baseline.peak:
         return end
     return replace(end, costs={**end.costs, REST: cost})
 
 
-def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Moment]]:
-    """Return the runs of a model, steady only if a step cut short foretells a longer one; and the baseline marks.
+def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], _Parts]:
+    """Return the runs of a model, steady only if a step cut short foretells a longer one; and the baseline's.
 
     The rest of a model may depend on the number of blocks, such as a loss that reads them all.
     """
     runs = runs_of(subject)
     baseline = _baseline(runs)
     if cut(runs, baseline):
-        try:
-            longer, marks = (_marks(subject, device, runs, baseline, row) for row in (ROW + 1, ROW))
-        except UsageError:  # a block that is skipped breaks the model
-            longer = marks = []
-        if marks and _Parts(subject, runs, marks).step.like(_Parts(subject, runs, longer).step):
-            return runs, marks
+        with suppress(UsageError):  # a block that is skipped breaks the model
+            longer, parts = (_run(subject, device, runs, baseline, row) for row in (ROW + 1, ROW))
+            if parts.step.like(longer.step):
+                return runs, parts
         runs = [replace(run, steady=False) for run in runs]
-    return runs, _marks(subject, device, runs, baseline)
+    return runs, _run(subject, device, runs, baseline)
 
 
 def _baseline(runs: Sequence[Run]) -> list[Policy]:
@@ -171,11 +167,8 @@ def _possible(run: Run, policies: Sequence[Policy]) -> list[Policy]:
     """Return the policies that the blocks of a run do not refuse."""
     possible = []
     for policy in policies:
-        try:
-            with changed(run.blocks[:1], [policy]):
-                possible.append(policy)
-        except UsageError:  # there is nothing in the block that it changes
-            continue
+        with suppress(UsageError), changed(run.blocks[:1], [policy]):  # or nothing in the block can be changed so
+            possible.append(policy)
     return possible
 
 
@@ -196,21 +189,19 @@ def _passes(runs: Sequence[Run], wanted: Sequence[Sequence[Policy]]) -> list[lis
 def _tried(
     subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Policy]], notes: list[str]
 ) -> Iterator[list[dict[Policy, Cost]]]:
-    """Yield what passes measure; if one fails, each of its policies gets a pass of its own."""
+    """Yield what a pass measures; if it fails, what passes with each of its policies alone measure."""
     try:
         yield _pass(subject, device, runs, given)
-        return
-    except FitactError:
-        every = list(dict.fromkeys(policy for some in given for policy in some))
-        if every == [BASELINE]:
+    except FitactError as error:
+        policies = list(dict.fromkeys(policy for some in given for policy in some if policy != BASELINE))
+        if not policies:
             raise
-    for policy in every:
-        try:
-            yield _pass(subject, device, runs, [[policy] if policy in some else [BASELINE] for some in given])
-        except FitactError as error:
-            if policy == BASELINE:
-                raise
-            notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
+        if len(policies) == 1:
+            notes.append(f"{policies[0].name}: it fails: {one_line(error.__cause__ or error)}")
+            return
+        for policy in policies:
+            alone = [[policy] if policy in some else [BASELINE] for some in given]
+            yield from _tried(subject, device, runs, alone, notes)
 
 
 def _pass(
@@ -233,19 +224,19 @@ def _pass(
             policies[begin + width * i : begin + width * (i + 1)] = [policy] * width
         where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
         first += count
-    parts = _Parts(subject, runs, _marks(subject, device, runs, policies))
+    parts = _run(subject, device, runs, policies)
     return [{policy: parts.cost(i, policy) for policy, i in places.items()} for places in where]
 
 
-def _marks(
+def _run(
     subject: Subject,
     device: Device,
     runs: Sequence[Run],
     policies: Sequence[Policy],
     row: int = ROW,
     whole: Policy = BASELINE,
-) -> list[Moment]:
-    """Run a step, with at most `row` consecutive blocks of the same policy, and return its moments."""
+) -> _Parts:
+    """Run a step, with at most `row` consecutive blocks of the same policy, and return its parts."""
     model = subject.model
     moves = any(policy.offload for policy in policies)
     standing = cut(runs, policies, row + MOVING * moves, 1 + (DEPTH + 1) * moves)
@@ -271,7 +262,7 @@ def _marks(
             differentiate(subject.name, outputs)
             meter.mark("end")
         model.zero_grad(set_to_none=True)
-    return filled(meter.marks, standing)
+    return _Parts(subject, runs, filled(meter.marks, standing))
 
 
 @contextmanager

@@ -417,15 +417,8 @@ def largest(
 ) -> tuple[int, Plan]:
     """Find the largest size with which a step fits a memory, and plan it; JobError if not even a size of 1 fits.
 
-    Args:
-        planner: the planner of a size.
-        gib: the memory of a step in GiB.
-        error: how far gradients may be off, as for `fitact.plan`.
-        here: a size to begin with.
-        limit: the largest possible size; None if there is none.
-        degree: of the polynomial that bytes are of the size: 1 for batches, 2 for lengths of sequences.
-        front: as for `fitact.plan`.
-
+    `planner` returns that of a size; `here` is a size to begin with, `limit` the largest possible one. Bytes are a
+    polynomial of a batch of degree 1, of the length of a sequence of degree 2. The others are those of `plan`.
     """
     _check(gib, error)
     planners = cache(planner)
