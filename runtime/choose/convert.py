@@ -179,10 +179,8 @@ def _contexts(model: nn.Module, context: Context, include: Patterns, exclude: Pa
 
 
 def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
-    name = type(model.get_submodule(path)).__name__
-    if context is baseline:
-        return SiteRecord(path, "module", name, None, "excluded")
-    return SiteRecord(path, "module", name, str(context()))
+    done = (None, "excluded") if context is baseline else (str(context()), "")
+    return SiteRecord(path, "module", type(model.get_submodule(path)).__name__, *done)
 
 
 # --------------------------------------------------------------------------------------------------- what is saved
@@ -217,16 +215,11 @@ def _with_modules(
     was, now = before.by_module(), after.by_module()
     records_of = (record for saved in (before, after) for record in saved.records.values() if saved.place)
     groups = {record.module: record.group for record in records_of}
-    records = [
-        ModuleRecord(
-            name,
-            count,
-            was.get(name, 0),
-            now.get(name, 0),
-            tuple(storage for storage, size in (storages or {}).get(name, Counter()).most_common() if size),
-        )
-        for name, count in Counter(groups.values()).items()
-    ]
+    records = []
+    for name, count in Counter(groups.values()).items():
+        sizes = (storages or {}).get(name, Counter()).most_common()
+        stored = tuple(storage for storage, size in sizes if size)
+        records.append(ModuleRecord(name, count, was.get(name, 0), now.get(name, 0), stored))
     modules = tuple(sorted(records, key=lambda record: (-record.before, record.name)))
     return replaced(conversion, saved_before=before.bytes, saved_after=after.bytes, modules=modules)
 

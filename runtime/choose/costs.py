@@ -45,20 +45,12 @@ MOVING = 2 * DEPTH + 1  # more blocks run where some offload: the queue fills fi
 
 @dataclass(frozen=True)
 class Cost:
-    """What a training step takes, or that of one block with a policy, as measured.
+    """What a training step takes, or that of one block with a policy, as measured."""
 
-    Attributes:
-        saved: bytes that stay alive from its forward pass to its backward pass.
-        peak: the most bytes alive in both passes, beyond those before it ran.
-        work: of both passes.
-        host: bytes of the host that it pins.
-
-    """
-
-    saved: int
-    peak: int
-    work: Work
-    host: int = 0
+    saved: int  # bytes that stay alive from its forward pass to its backward pass
+    peak: int  # the most bytes alive in both passes, beyond those before it ran
+    work: Work  # of both passes
+    host: int = 0  # bytes of the host that it pins
 
     def like(self, other: Cost) -> bool:
         """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""

@@ -33,20 +33,12 @@ Gathered = tuple[str, str, Sketch]  # a path, what computes there, and the distr
 def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], list[str]]:
     """Run a model on batches, in its mode and without gradients, and gather what goes into its activations.
 
-    The model and the generators of random numbers are left as they were.
-
-    Args:
-        model: the model, with values.
-        batches: each is a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
-            that takes the model and runs it.
+    It and the generators of random numbers are left as they were. The arguments are those of `fitact.calibrate`.
 
     Returns:
         The activations that were run: the path of a module, or `path:function` of a function that it calls itself;
         the name in the catalog, or else the formula or class; and the distribution of the inputs, which may be
         empty. And notes on those that were not run.
-
-    Raises:
-        UsageError: the model cannot be run with a batch, or has no values, or there is no batch.
 
     """
     _check(model, batches)

@@ -34,25 +34,15 @@ from .replacement import inner, revert_replacements
 
 @dataclass(frozen=True)
 class Policy:
-    """How a module is trained.
+    """How a module is trained."""
 
-    Attributes:
-        name: in plans and tables.
-        error: one of `fitact.saving`'s, what it does to gradients.
-        context: what the module's forward runs in; None for nothing.
-        method, bits: of `fitact.convert`, by which its activations are replaced; None to replace none.
-        checkpoint: one of CHECKPOINTS. What is given to the module is stored by the error, too.
-        offload: what of the saved goes to the host, as for `fitact.saving`; of a checkpoint what it is given.
-
-    """
-
-    name: str
-    error: str = "exact"
-    context: Callable[[], AbstractContextManager[Any]] | None = None
-    method: str | None = None
-    bits: int | None = None
-    checkpoint: str = ""
-    offload: Amount = False
+    name: str  # in plans and tables
+    error: str = "exact"  # one of `fitact.saving`'s, what it does to gradients
+    context: Callable[[], AbstractContextManager[Any]] | None = None  # what the module's forward runs in
+    method: str | None = None  # of `fitact.convert`, by which its activations are replaced
+    bits: int | None = None  # of the method; None for its default
+    checkpoint: str = ""  # one of CHECKPOINTS; what the module is given is stored by the error, too
+    offload: Amount = False  # what of the saved goes to the host; of a checkpoint what it is given
 
 
 SHARES: dict[str, str | float] = {"a quarter offloaded": 0.25, "half offloaded": 0.5, "offloaded": "all"}

@@ -185,7 +185,7 @@ class Planner:
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        _check_error(error)
+        errors = _errors(error)
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
         if subject.ddp and subject.ranks > 1:
@@ -211,10 +211,7 @@ class Planner:
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
         self.error = error
-        allowed = ERRORS[: ERRORS.index(error) + 1]
-        policies = [
-            policy for policy in OF_BLOCKS if policy.error in allowed and (self.host or not policy.offload)
-        ]
+        policies = [policy for policy in OF_BLOCKS if policy.error in errors and (self.host or not policy.offload)]
         self.costs = measure_costs(subject, device, policies, progress)
         self.notes = self.costs.notes
         configs = (getattr(module, "config", None) for module in subject.model.modules())
@@ -275,7 +272,7 @@ class Planner:
             UsageError: the error is unknown, or larger than that of the planner.
 
         """
-        _check_error(error, self.error)
+        _errors(error, self.error)
         return self.fixed + self._chosen(error, 0)[1].peak
 
     @cached_property
@@ -296,7 +293,7 @@ class Planner:
         points = [baseline, *(point(policy.name, exact, every(exact, policy)) for policy in uniform)]
         for n, name in EVERY.items() if FULL in ran else ():
             points.append(point(f"every {name} block {FULL.name}", exact, every(exact, FULL, n)))
-        for error in ERRORS[: ERRORS.index(self.error) + 1]:
+        for error in _errors(self.error):
             segments = allowed(self.costs, error)
             low, high = least(segments, self.host), baseline.peak - self.fixed
             line: list[Point] = []
@@ -312,9 +309,9 @@ class Planner:
 
     def _chosen(self, error: str, room: int) -> tuple[list[Group], Cost]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
-        errors, hosts = ERRORS[: ERRORS.index(error) + 1], dict.fromkeys((0, self.host))
+        hosts = dict.fromkeys((0, self.host))
         answered: Answered | None = None
-        for some, host in product(errors, hosts):
+        for some, host in product(_errors(error), hosts):
             within = self._within(allowed(self.costs, some), room, host)
             if within is not None and (answered is None or _quicker(within[1], answered[1])):
                 answered = within  # a larger error and memory of the host have to pay
@@ -363,8 +360,8 @@ def _quicker(candidate: Cost, other: Cost) -> bool:
 
 def allowed(costs: Costs, error: str) -> list[Segment]:
     """Return a model's segments with the policies whose gradients are off by no more than an error."""
-    most = ERRORS.index(error)
-    policies = [policy for policy in (*OF_BLOCKS, REST) if ERRORS.index(policy.error) <= most]
+    errors = _errors(error)
+    policies = [policy for policy in (*OF_BLOCKS, REST) if policy.error in errors]
     return [
         replace(segment, costs={policy: segment.costs[policy] for policy in policies if policy in segment.costs})
         for segment in costs.segments
@@ -434,10 +431,12 @@ def largest(
 def _check(gib: float, error: str, most: str = ERRORS[-1]) -> None:
     """Raise UsageError unless these are a memory in GiB and an error of gradients, up to the largest allowed."""
     positive("gib", gib, MOST_GIB)
-    _check_error(error, most)
+    _errors(error, most)
 
 
-def _check_error(error: str, most: str = ERRORS[-1]) -> None:
+def _errors(error: str, most: str = ERRORS[-1]) -> tuple[str, ...]:
+    """Return the errors of gradients up to one; UsageError if it is none, or beyond the largest allowed."""
     allowed = ERRORS[: ERRORS.index(most) + 1]
     if error not in allowed:
         raise UsageError(f"error {quote(error)}: expected {', '.join(allowed)}")
+    return ERRORS[: ERRORS.index(error) + 1]
