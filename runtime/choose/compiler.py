@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ class _DoneError(Exception):
 
 def _saved(forward: fx.GraphModule, owned: int, outputs: int) -> Saved:
     """Return what a forward graph saves, whose first inputs are owned and whose first outputs are the model's."""
-    places = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    saved = Saved(owned={storage_id(node.meta["val"]) for node in places[:owned]})
-    (end,) = (node for node in forward.graph.nodes if node.op == "output")
+    places = islice(forward.graph.find_nodes(op="placeholder"), owned)
+    saved = Saved(owned={storage_id(node.meta["val"]) for node in places})
+    (end,) = forward.graph.find_nodes(op="output")
     for node in end.args[0][outputs:]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor):
@@ -56,10 +57,9 @@ def _saved(forward: fx.GraphModule, owned: int, outputs: int) -> Saved:
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    (old,) = module.graph.find_nodes(op="output")
-    (new,) = graph.find_nodes(op="output")
-    new.meta = dict(old.meta)
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
     return fx.GraphModule(module, graph)
 
 
