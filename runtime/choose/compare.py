@@ -275,9 +275,6 @@ def _compiled_rows(results: Sequence[Compiled], baseline: Measured) -> Iterator[
         yield Row(f"compiler, {name}", result.saved.bytes, kinds, flops=flops, traffic=None)
 
 
-# -------------------------------------------------------------------------------------------------------- tables
-
-
 def lines(report: Report, *, exact: bool = False) -> list[str]:
     """Return a report's tables, with sizes in MiB, for small models in KiB or bytes, and if `exact`, in bytes."""
     block = sum(report.block.values())

@@ -108,7 +108,7 @@ def convert(
     _check_substitutes(sites, substitutes)
     if not sites:
         return Conversion((), dry_run, note="no module holds an activation, so that no method replaces one")
-    width = bits if isinstance(bits, int) else None
+    width = None if bits is None or isinstance(bits, Mapping) else int(bits)
     choices = [replacement(site, method, width, substitutes) for site in sites]
     kinds, notes = map(list, zip(*choices, strict=True))
     conversion = Conversion((), dry_run)
@@ -183,9 +183,6 @@ def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
     return SiteRecord(path, "module", type(model.get_submodule(path)).__name__, *done)
 
 
-# --------------------------------------------------------------------------------------------------- what is saved
-
-
 def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[tuple[Saved, Storages]]:
     """Count what a model saves with each of several changes, and the storages of its modules in contexts."""
 
@@ -222,9 +219,6 @@ def _with_modules(
         records.append(ModuleRecord(name, count, was.get(name, 0), now.get(name, 0), stored))
     modules = tuple(sorted(records, key=lambda record: (-record.before, record.name)))
     return replaced(conversion, saved_before=before.bytes, saved_after=after.bytes, modules=modules)
-
-
-# ------------------------------------------------------------------------------------------------------ arguments
 
 
 def _check(model: nn.Module, method: str | None, bits: Any, substitutes: Mapping[Any, Any]) -> None:

@@ -175,9 +175,6 @@ def _passes(runs: Sequence[Run], wanted: Sequence[Sequence[Policy]]) -> list[lis
     return [[some or [BASELINE] for some in given] for given in passes]
 
 
-# --------------------------------------------------------------------------------------------------------- a pass
-
-
 def _tried(
     subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Policy]], notes: list[str]
 ) -> Iterator[list[dict[Policy, Cost]]]:
@@ -208,13 +205,12 @@ def _pass(
         if some[0].offload:  # nothing else shares the link, and the block is measured where the queue is full
             policies[first : first + count] = [some[0]] * count
             where.append({some[0]: first + max(min(ROW + MOVING, count) - DEPTH - 3, 0)})
-            first += count
-            continue
-        width = min(count, 2)
-        begin = first + min(count - width * len(some), 1)  # the first two blocks of a model may differ
-        for i, policy in enumerate(some):
-            policies[begin + width * i : begin + width * (i + 1)] = [policy] * width
-        where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
+        else:
+            width = min(count, 2)
+            begin = first + min(count - width * len(some), 1)  # the first two blocks of a model may differ
+            for i, policy in enumerate(some):
+                policies[begin + width * i : begin + width * (i + 1)] = [policy] * width
+            where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
         first += count
     parts = _run(subject, device, runs, policies)
     return [{policy: parts.cost(i, policy) for policy, i in places.items()} for places in where]

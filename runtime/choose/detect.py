@@ -149,9 +149,6 @@ def recognise(
     return site(before, name, bool(getattr(held, "inplace", False)), refusal)
 
 
-# ------------------------------------------------------------------------------------------------ what it computes
-
-
 def computes(module: nn.Module) -> str | None:
     """Return the name of the activation that a module computes and nothing else; None if there is none.
 
@@ -277,9 +274,6 @@ def _agrees(tried: Callable[[Tensor], Any], function: Callable[[Tensor], Tensor]
 
 def _near(value: Tensor, expected: Tensor) -> bool:
     return torch.allclose(value, expected, rtol=RELATIVE, atol=ABSOLUTE)
-
-
-# ------------------------------------------------------------------------------------------------ what is shipped
 
 
 def label(module: nn.Module) -> str:

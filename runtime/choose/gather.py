@@ -41,7 +41,14 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
         empty. And notes on those that were not run.
 
     """
-    _check(model, batches)
+    check_model(model)
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise UsageError(f"batches: expected several batches, as a list, got {quote(batches)}")
+    check_initialised(model)
+    if has_no_values(model):
+        raise UsageError("the model's tensors have no values, as they are meta or fake: load its weights first")
+    if any(map(is_compiled, model.modules())):
+        raise UsageError("the model is compiled: expected it as it was before torch.compile")
     with torch.no_grad(), untouched(model), _Watch(model) as watch, following(watch.enter, watch.leave):
         source, end = iter(batches), object()
         for number in count():
@@ -67,17 +74,6 @@ def _explained(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"{what}: {one_line(error)}") from error
-
-
-def _check(model: nn.Module, batches: object) -> None:
-    check_model(model)
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise UsageError(f"batches: expected several batches, as a list, got {quote(batches)}")
-    check_initialised(model)
-    if has_no_values(model):
-        raise UsageError("the model's tensors have no values, as they are meta or fake: load its weights first")
-    if any(map(is_compiled, model.modules())):
-        raise UsageError("the model is compiled: expected it as it was before torch.compile")
 
 
 class _Watch(TorchFunctionMode):

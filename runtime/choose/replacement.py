@@ -64,9 +64,6 @@ def _missing(activation: str | None, method: str, bits: int | None) -> str:
     return f"{method}: nothing is shipped for {activation}; if there is a fit, {command} makes it"
 
 
-# ----------------------------------------------------------------------------------------------- applying them
-
-
 def _made(site: ActivationSite, kind: type[nn.Module]) -> nn.Module:
     """Return a replacement, with the numbers and texts that a module at the site holds."""
     held = site.held
@@ -130,8 +127,6 @@ def inner(model: nn.Module) -> nn.Module:
         raise UsageError("TorchScript's modules cannot be changed: convert the model before scripting it")
     return inner
 
-
-# -------------------------------------------------------------------------------------------------- those that pay
 
 MORE = "the model would save {:,} bytes more with it than without"
 OVERWRITTEN = "a later operation overwrites its output, so no method can save the output"

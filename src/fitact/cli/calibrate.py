@@ -22,12 +22,7 @@ from .options import FILE, progress, say
     "--group", is_flag=True, help="One weight for all sites whose paths differ only in numbers, such as layers."
 )
 @click.option(
-    "-o",
-    "--output",
-    type=FILE,
-    default="weights.json",
-    metavar="FILE",
-    help="Where to write; ends in .json.",
+    "-o", "--output", type=FILE, default="weights.json", metavar="FILE", help="Where to write; ends in .json."
 )
 def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, output: Path) -> None:
     """Write what goes into a model's activations, as weights for fits.

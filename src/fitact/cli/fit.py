@@ -153,6 +153,7 @@ def fit(
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method recompute --name own_swish
     """
     from fitact.fitter.catalog import CATALOG, DOMAINS, GATES, LEARNED, METHODS, RECORDED, check_name
+    from fitact.fitter.files import FIT
     from fitact.fitter.syntax import Syntax
 
     weight = None if weight == "uniform" else weight
@@ -236,7 +237,8 @@ def fit(
             advance(i + 1)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
     for fit, path in zip(made, paths, strict=True):
-        _check_replaceable(path, fit, force)
+        if not force and path.exists() and read_text(path, FIT.limit) != fit.to_json():
+            raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
     for fit, path in zip(made, paths, strict=True):
         write(path, fit.to_json())
     for warning in caught:
@@ -304,13 +306,6 @@ def _learned(text: str) -> tuple[str, tuple[float, bool]]:
         raise UsageError(
             f"--learn {quote(text)}: expected NAME=START or NAME:channel=START, with a number to start from"
         ) from None
-
-
-def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
-    from fitact.fitter.files import FIT
-
-    if not force and path.exists() and read_text(path, FIT.limit) != fit.to_json():
-        raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
 
 
 def _check_options(method: str, own: Sequence[str], given: Sequence[str]) -> None:

@@ -24,69 +24,6 @@ class FiniteRange(Finite, click.FloatRange):
     """A finite number in a range."""
 
 
-# The options that say which model, of commands that measure or plan one.
-MODEL_OPTIONS = (
-    click.argument("call", required=False, metavar="[MODULE:CALLABLE]"),
-    click.option(
-        "--hf",
-        metavar="TYPE",
-        shell_complete=completing(model_types),
-        help="Model type of transformers, e.g. llama, bert, vit; random weights.",
-    ),
-    click.option(
-        "--timm",
-        metavar="NAME",
-        shell_complete=completing(timm_models),
-        help="Model of timm, e.g. efficientnet_b0; random weights.",
-    ),
-    click.option(
-        "--set",
-        "sizes",
-        multiple=True,
-        metavar="K=V",
-        help="A size of the --hf model, e.g. num_hidden_layers=24. Repeatable.",
-    ),
-    click.option(
-        "--head",
-        type=click.Choice(["none", "causal-lm", "masked-lm", "sequence", "image"]),
-        help="Head of the --hf model, with its loss.  [default: by the model]",
-    ),
-    click.option(
-        "--attention",
-        type=click.Choice(["sdpa", "eager"]),
-        help="Attention of the --hf model: fused (sdpa), or composed of operations (eager).  [default: sdpa]",
-    ),
-    click.option("--image", type=click.IntRange(1), metavar="N", help="Height and width of images, in pixels."),
-    click.option("--batch", type=click.IntRange(1), default=1, metavar="N"),
-    click.option("--seq", type=click.IntRange(1), default=512, metavar="N", help="Tokens per row."),
-    click.option(
-        "--dtype",
-        type=click.Choice(["float32", "bfloat16", "float16"]),
-        help="Dtype of parameters and inputs.  [default: bfloat16; with --autocast, float32]",
-    ),
-    click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Dtype that autocast casts to."),
-    click.option(
-        "--lora",
-        metavar="NAMES",
-        help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on "
-        "those of all blocks.",
-    ),
-    click.option("--rank", type=click.IntRange(1), default=8, metavar="R", help="Rank of the adapters."),
-    click.option(
-        "--freeze",
-        multiple=True,
-        metavar="PATTERN",
-        help="Parameters not to train, e.g. 'embeddings.*'. Repeatable.",
-    ),
-    click.option(
-        "--optimizer",
-        type=click.Choice(["adamw", "sgd", "none"]),
-        default="adamw",
-        help="Optimizer whose state must fit too; sgd has momentum.",
-    ),
-)
-
-
 @dataclass(frozen=True)
 class Asked:
     """What the options of a model say: which one, its inputs, and how it is trained."""
@@ -161,12 +98,68 @@ class Asked:
 def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a model, which it gets as an `Asked`, its first argument."""
 
+    @click.argument("call", required=False, metavar="[MODULE:CALLABLE]")
+    @click.option(
+        "--hf",
+        metavar="TYPE",
+        shell_complete=completing(model_types),
+        help="Model type of transformers, e.g. llama, bert, vit; random weights.",
+    )
+    @click.option(
+        "--timm",
+        metavar="NAME",
+        shell_complete=completing(timm_models),
+        help="Model of timm, e.g. efficientnet_b0; random weights.",
+    )
+    @click.option(
+        "--set",
+        "sizes",
+        multiple=True,
+        metavar="K=V",
+        help="A size of the --hf model, e.g. num_hidden_layers=24. Repeatable.",
+    )
+    @click.option(
+        "--head",
+        type=click.Choice(["none", "causal-lm", "masked-lm", "sequence", "image"]),
+        help="Head of the --hf model, with its loss.  [default: by the model]",
+    )
+    @click.option(
+        "--attention",
+        type=click.Choice(["sdpa", "eager"]),
+        help="Attention of the --hf model: fused (sdpa), or composed of operations (eager).  [default: sdpa]",
+    )
+    @click.option("--image", type=click.IntRange(1), metavar="N", help="Height and width of images, in pixels.")
+    @click.option("--batch", type=click.IntRange(1), default=1, metavar="N")
+    @click.option("--seq", type=click.IntRange(1), default=512, metavar="N", help="Tokens per row.")
+    @click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Dtype of parameters and inputs.  [default: bfloat16; with --autocast, float32]",
+    )
+    @click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Dtype that autocast casts to.")
+    @click.option(
+        "--lora",
+        metavar="NAMES",
+        help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on "
+        "those of all blocks.",
+    )
+    @click.option("--rank", type=click.IntRange(1), default=8, metavar="R", help="Rank of the adapters.")
+    @click.option(
+        "--freeze",
+        multiple=True,
+        metavar="PATTERN",
+        help="Parameters not to train, e.g. 'embeddings.*'. Repeatable.",
+    )
+    @click.option(
+        "--optimizer",
+        type=click.Choice(["adamw", "sgd", "none"]),
+        default="adamw",
+        help="Optimizer whose state must fit too; sgd has momentum.",
+    )
     @wraps(command)
     def with_options(**options: Any) -> None:
         command(Asked(**{option.name: options.pop(option.name) for option in fields(Asked)}), **options)
 
-    for option in reversed(MODEL_OPTIONS):
-        with_options = option(with_options)
     return with_options
 
 

@@ -305,8 +305,6 @@ class Planner:
             points += line
         return tuple(points)
 
-    # ------------------------------------------------------------------------------- answers that fit as measured
-
     def _chosen(self, error: str, room: int) -> tuple[list[Group], Cost]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
         hosts = dict.fromkeys((0, self.host))
@@ -341,9 +339,7 @@ class Planner:
                 break
             groups, done = self._done(segments, answer)
             if done.peak <= room and done.host <= host:
-                if best is None or _quicker(done, best[1]):
-                    best = groups, done
-                break
+                return (groups, done) if best is None or _quicker(done, best[1]) else best
             limit = peak(segments, answer) - max(done.peak - room, 0)  # less than it needs by the sum
             pinned -= max(done.host - host, 0)
         return best

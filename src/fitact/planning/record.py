@@ -159,9 +159,6 @@ class Plan(Shown):
         apply(model, [(group.policy, group.blocks) for group in self.groups])
 
 
-# ----------------------------------------------------------------------------------------------------------- words
-
-
 def sentence(plan: Plan) -> str:
     """Return in a few words whether a step fits, and what it costs."""
     from fitact.runtime.choose import POLICIES
@@ -232,9 +229,6 @@ def _span(blocks: Sequence[str]) -> str:
     if len(blocks) == 1:
         return blocks[0] or "the whole model"
     return f"{blocks[0]} to {blocks[-1]}"
-
-
-# --------------------------------------------------------------------------------------------------------- reading
 
 
 def load_plan(path: str | Path) -> Plan:
