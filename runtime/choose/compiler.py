@@ -80,14 +80,9 @@ def compiled(
 ) -> list[Compiled]:
     """Trace a model as `torch.compile` does, and count in its graphs what each memory budget saves.
 
-    The graphs go through Inductor's own passes and partitioner; no code is generated.
-
-    Args:
-        subject: the model, whose `call` are its arguments.
-        budgets: memory budgets between 0 and 1.
-        advance: called after the model has been traced, and after each result.
-        coded: the budgets whose results are followed by those with codes, and with PyTorch's float8.
-
+    The graphs go through Inductor's own passes and partitioner; no code is generated. The results of budgets in
+    `coded` are followed by those with codes, and with PyTorch's float8. `advance` is called after the model has
+    been traced, and after each result.
     """
     model, mode, inputs = subject.model, subject.mode, subject.call
     assert isinstance(inputs, Inputs)

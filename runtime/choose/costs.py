@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
 from unittest import mock
@@ -54,10 +54,7 @@ class Cost:
 
     def like(self, other: Cost) -> bool:
         """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
-        numbers = [
-            (step.saved, step.peak, step.work.seconds, step.work.flops, step.work.traffic)
-            for step in (self, other)
-        ]
+        numbers = [(step.saved, step.peak, *astuple(step.work)) for step in (self, other)]
         return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
 
 

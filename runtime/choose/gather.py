@@ -34,12 +34,8 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
     """Run a model on batches, in its mode and without gradients, and gather what goes into its activations.
 
     It and the generators of random numbers are left as they were. The arguments are those of `fitact.calibrate`.
-
-    Returns:
-        The activations that were run: the path of a module, or `path:function` of a function that it calls itself;
-        the name in the catalog, or else the formula or class; and the distribution of the inputs, which may be
-        empty. And notes on those that were not run.
-
+    Paths are those of modules, or `path:function` of a function that a module calls itself; what computes there is
+    a name in the catalog, or else a formula or class. Notes are on activations that were not run.
     """
     check_model(model)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):

@@ -115,10 +115,7 @@ def _inside(policy: Policy, whole: Policy) -> Policy:
 def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Change the blocks of a model, in place, by the names of policies, each with the paths of its blocks.
 
-    Raises:
-        UsageError: the model has no such block, is changed already, or a block cannot be changed so; the model
-            stays as it was.
-
+    UsageError if it has no such block, is changed already, or a block cannot be changed so; it is then unchanged.
     """
     check_model(model)
     modules = [*model.modules()]

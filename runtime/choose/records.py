@@ -10,8 +10,6 @@ from typing import Literal
 
 from fitact.base import Bars, Shown, UsageError, columns
 
-Kind = Literal["activation", "module"]
-
 
 @dataclass(frozen=True)
 class SiteRecord:
@@ -27,7 +25,7 @@ class SiteRecord:
     """
 
     name: str
-    kind: Kind
+    kind: Literal["activation", "module"]
     before: str
     after: str | None
     reason: str = ""

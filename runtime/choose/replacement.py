@@ -141,10 +141,8 @@ def paying(
     inputs do not reach are treated as those that they reach. The user chose what replaces the classes in `own`:
     that stays even where it saves more. `count` counts what the model saves with each of several changes.
 
-    Returns:
-        For each site why it must be left alone, `""` if it need not; and what the model saves as it is, and with
-        the other replacements.
-
+    It returns for each site why it must be left alone, `""` if it need not; and what the model saves as it is, and
+    with the other replacements.
     """
     first: dict[Any, str] = {}
     paths = [first.setdefault(site.key, site.path) for site in sites]

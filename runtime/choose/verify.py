@@ -143,12 +143,11 @@ class _Step:
             with explained(name, "backward"):
                 loss.backward()
             self.loss = float(loss.detach())
-            trained = [
-                (plain_path(name), parameter)
+            self.gradients: Values = {
+                plain_path(name): [parameter.grad]
                 for name, parameter in model.named_parameters()
                 if parameter.requires_grad
-            ]
-            self.gradients: Values = {name: [parameter.grad] for name, parameter in trained}
+            }
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
             self.python = random.getstate()

@@ -13,7 +13,6 @@ from .memory import Asked, FiniteRange, of_a_model
 from .options import finish, progress, say, writing
 
 MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
-RANKS = click.IntRange(1, 2**20)
 
 
 @click.command()
@@ -58,7 +57,7 @@ RANKS = click.IntRange(1, 2**20)
 )
 @click.option(
     "--fsdp",
-    type=RANKS,
+    type=click.IntRange(1, 2**20),
     default=1,
     show_default=False,
     metavar="N",
@@ -139,9 +138,8 @@ def plan(
     if largest is None:
         result = planner().plan(gib, error, front=front)
     else:
-        here, limit, degree = sizes[largest], None, 1
-        if largest == "seq":
-            limit, degree = source.longest(subject.model), 2
+        limit, degree = (source.longest(subject.model), 2) if largest == "seq" else (None, 1)
+        here = sizes[largest]
         size, result = largest_of(
             planner, gib=gib, error=error, here=here, limit=limit, degree=degree, front=front
         )

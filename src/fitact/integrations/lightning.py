@@ -22,7 +22,6 @@ class _Step(nn.Module):
         self.module, self.step = module, module.training_step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the training step returns."""
         return self.step(*args, **kwargs)
 
 
