@@ -45,7 +45,7 @@ class Checkpoint:
 
     kind: str  # one of CHECKPOINTS, but the first
     error: str = "exact"  # of what the block is given, as for `fitact.checkpoint`
-    offload: Amount = False  # what of that goes to the host, likewise
+    offload: Amount = False  # what of that is offloaded, likewise
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block."""

@@ -42,7 +42,7 @@ class Policy:
     method: str | None = None  # of `fitact.convert`, by which its activations are replaced
     bits: int | None = None  # of the method; None for its default
     checkpoint: str = ""  # one of CHECKPOINTS; what the module is given is stored by the error, too
-    offload: Amount = False  # what of the saved goes to the host; of a checkpoint what it is given
+    offload: Amount = False  # what of the saved is offloaded; of a checkpoint, of what it is given
 
 
 SHARES: dict[str, str | float] = {"a quarter offloaded": 0.25, "half offloaded": 0.5, "offloaded": "all"}

@@ -177,8 +177,7 @@ def _inverted(f: Activation) -> str:
 
 
 def _output(f: Activation) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return f"yes: f'(x) = {output.fit(f, 'shown').derivative}"
 
 

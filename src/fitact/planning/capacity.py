@@ -15,11 +15,11 @@ def largest_size(needed: Callable[[int], int], room: int, sizes: Sequence[int], 
 
     It and the next size, which does not fit, are measured. The first `sizes` give a polynomial, which is shifted
     to the last measurement and gives the next size to measure; after TRIES sizes it is the middle. A size far
-    beyond those that the polynomial goes through becomes one of them. Codes are padded to whole tiles, and the
+    beyond those that the polynomial interpolates becomes one of them. Codes are padded to whole tiles, and the
     peak of a step may be the optimizer's, whatever the size. So the bytes are not exactly a polynomial, but they
     never fall.
     """
-    nodes = {size: needed(size) for size in sizes}  # what the polynomial goes through
+    nodes = {size: needed(size) for size in sizes}  # what the polynomial interpolates
     most = max(sizes)  # measured
 
     def at(size: int) -> float:
