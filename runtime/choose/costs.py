@@ -231,7 +231,7 @@ def _run(
     with (
         generators(model),
         subject.environment(),
-        changed([*running.values()], [policies[i] for i in running], model, whole),
+        changed([*running.values(), model], [*(policies[i] for i in running), whole]),
         skipped([every[i] for i in without]),
     ):
         there = [*model.parameters(), *model.buffers()]

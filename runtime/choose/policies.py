@@ -89,27 +89,22 @@ def apply_policy(module: nn.Module, policy: Policy) -> int:
 
 
 @contextmanager
-def changed(
-    modules: Sequence[nn.Module],
-    policies: Sequence[Policy],
-    model: nn.Module | None = None,
-    whole: Policy = BASELINE,
-) -> Iterator[int]:
-    """Change modules by policies, and the whole model by its own, until the context ends.
+def changed(modules: Sequence[nn.Module], policies: Sequence[Policy]) -> Iterator[int]:
+    """Change modules by policies until the context ends; the whole model, if it is among them, stands last.
 
-    It gives how many activations are replaced. UsageError if nothing in a module can be changed so.
+    The context gives how many activations are replaced. UsageError if nothing in a module can be changed so.
     """
     with ExitStack() as stack:
-        replaced = 0
-        for module, policy in [*zip(modules, policies, strict=True), *([] if model is None else [(model, whole)])]:
+        replaced, rest = 0, REST in policies
+        for module, policy in zip(modules, policies, strict=True):
             stack.callback(revert, module)
-            replaced += apply_policy(module, policy if module is model else _inside(policy, whole))
+            replaced += apply_policy(module, _inside(policy, rest))
         yield replaced
 
 
-def _inside(policy: Policy, whole: Policy) -> Policy:
-    """Return the policy of a block of a model that has one itself: a block that stays as it is must leave it."""
-    return replace(BASELINE, context=baseline) if whole == REST and policy == BASELINE else policy
+def _inside(policy: Policy, rest: bool) -> Policy:
+    """Return a block's policy: a baseline block must leave a context that the rest of the model runs in."""
+    return replace(BASELINE, context=baseline) if rest and policy == BASELINE else policy
 
 
 def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -127,13 +122,13 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     for path in (path for _, paths in groups for path in paths):
         if path not in there:
             raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
-    whole = next((POLICIES[name] for name, _ in groups if POLICIES[name] == REST), BASELINE)
+    rest = any(name == REST.name for name, _ in groups)
     with ExitStack() as undo:
         undo.callback(revert, model)
         for name, paths in groups:
             for path in paths:
                 try:
-                    apply_policy(there[path], _inside(POLICIES[name], whole))
+                    apply_policy(there[path], _inside(POLICIES[name], rest))
                 except UsageError as error:
                     raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
         undo.pop_all()

@@ -22,7 +22,7 @@ from fitact.planning import GIB, Plan, Planner, make
 from fitact.planning.make import CACHE, ONE_BLOCK, allowed, every
 from fitact.planning.programme import peak
 from fitact.planning.record import from_json, sentence
-from fitact.runtime.choose import BASELINE, OF_BLOCKS, POLICIES, REST, Cost, Policy, changed, selectively
+from fitact.runtime.choose import OF_BLOCKS, POLICIES, REST, Cost, Policy, changed, selectively
 from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
 from fitact.runtime.choose.costs import step as measured_step
 from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, devices, hugging_face, prepare
@@ -205,7 +205,7 @@ def test_costs_of_blocks_add_up_to_the_peak_of_the_model(policy: Policy) -> None
     segments = allowed(planner().costs, ERRORS[-1])
     model, x = stack()
     blocks = [*model.first, *model.second]
-    with changed(blocks, [policy] * len(blocks), model, BASELINE):
+    with changed(blocks, [policy] * len(blocks)):
         tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
     own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
     assert peak(segments, every(segments, policy)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
