@@ -42,14 +42,8 @@ def encode(x, borders: tl.constexpr, bits: tl.constexpr):
 
 @jit
 def _clamp(
-    t,
-    code,
-    ends: tl.constexpr,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    first: tl.constexpr,
-    stride: tl.constexpr,
-):
+    t, code, ends: tl.constexpr, size: tl.constexpr, width: tl.constexpr, first: tl.constexpr, stride: tl.constexpr
+):  # fmt: skip
     """Return t in the interval of its code: rows of `width` lower and upper ends, the columns as in `_horner`."""
     low, high = pick(code, ends, size, first, stride), pick(code, ends, size, width + first, stride)
     return tl.clamp(t, low, high, propagate_nan=tl.PropagateNan.ALL)
@@ -57,15 +51,9 @@ def _clamp(
 
 @jit
 def _horner(
-    t,
-    code,
-    table: tl.constexpr,
-    degree: tl.constexpr,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    first: tl.constexpr,
-    stride: tl.constexpr,
-):
+    t, code, table: tl.constexpr, degree: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+    first: tl.constexpr, stride: tl.constexpr,
+):  # fmt: skip
     """Return a polynomial: rows of `width` coefficients, the highest power first, in column first + stride·code.
 
     Leading powers that neither of two codes has are left out, except t itself, which passes NaN on.
@@ -96,15 +84,9 @@ def _polynomial(t, code, ends: tl.constexpr, table: tl.constexpr, degree: tl.con
 
 @jit
 def quotient(
-    t,
-    code,
-    ends: tl.constexpr,
-    numerator: tl.constexpr,
-    p: tl.constexpr,
-    denominator: tl.constexpr,
-    q: tl.constexpr,
-    size: tl.constexpr,
-):
+    t, code, ends: tl.constexpr, numerator: tl.constexpr, p: tl.constexpr, denominator: tl.constexpr,
+    q: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """Return P(t)/Q(t) with t clamped, each element by the numbers of its code; there are `size` codes.
 
     ends: the lower and then the upper ends of the interval to clamp to, by code. numerator, denominator: the
@@ -118,55 +100,44 @@ def quotient(
 
 
 @jit
-def load_row(row, left, whole: tl.constexpr):
-    """Return a row as it is stored, 0 where the tensor has ended; `whole`: all of its elements exist."""
-    column = tl.arange(0, COLUMNS)
+def load(place, inside, whole: tl.constexpr):
+    """Return elements in float32, 0 where the tensor has ended; `whole`: all of them are inside."""
     if whole:
-        return tl.load(row + column)
+        return tl.load(place).to(tl.float32)
     else:
-        return tl.load(row + column, mask=column < left, other=0)
+        return tl.load(place, mask=inside, other=0).to(tl.float32)
 
 
 @jit
-def store_row(row, values, left, whole: tl.constexpr):
-    """Write the elements of a row that exist, in their own dtype."""
-    column = tl.arange(0, COLUMNS)
+def store(place, value, inside, whole: tl.constexpr):
+    """Write the elements that exist, in the dtype of their place."""
     if whole:
-        tl.store(row + column, values.to(row.dtype.element_ty))
+        tl.store(place, value.to(place.dtype.element_ty))
     else:
-        tl.store(row + column, values.to(row.dtype.element_ty), mask=column < left)
-
-
-@jit
-def existing(code, left, whole: tl.constexpr):
-    """Return the codes of a row, 0 where the tensor has ended."""
-    if whole:
-        return code
-    else:
-        return tl.where(tl.arange(0, COLUMNS) < left, code, 0)
+        tl.store(place, value.to(place.dtype.element_ty), mask=inside)
 
 
 @jit
 def _forward_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
     """Write y = value(x) of a row and return code(x), 0 where the tensor has ended or without codes."""
-    column = tl.arange(0, COLUMNS)  # by `load_row` and `store_row` some kernels would take more registers
-    if whole:
-        x = tl.load(x_row + column).to(tl.float32)
-        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
-    else:
-        x = tl.load(x_row + column, mask=column < left, other=0.0).to(tl.float32)
-        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=column < left)
+    column = tl.arange(0, COLUMNS)
+    x = load(x_row + column, column < left, whole)
+    store(y_row + column, value(x), column < left, whole)
     if code is None:
         return tl.zeros((COLUMNS,), tl.int32)
+    elif whole:
+        return code(x)
     else:
-        return existing(code(x), left, whole)
+        return tl.where(column < left, code(x), 0)
 
 
 @jit
 def _backward_row(dy_row, y_row, dx_row, code, left, derivative: tl.constexpr, whole: tl.constexpr):
     """Write dx = dy · derivative(y, code) of a row."""
-    factor = derivative(None if y_row is None else load_row(y_row, left, whole).to(tl.float32), code)
-    store_row(dx_row, load_row(dy_row, left, whole).to(tl.float32) * factor, left, whole)
+    column = tl.arange(0, COLUMNS)
+    factor = derivative(None if y_row is None else load(y_row + column, column < left, whole), code)
+    dx = load(dy_row + column, column < left, whole) * factor
+    store(dx_row + column, dx, column < left, whole)
 
 
 @jit

@@ -98,21 +98,9 @@ def _power_of_two(exponent):
 
 @jit
 def encode_tile(
-    x,
-    codes,
-    scales,
-    shifts,
-    rows,
-    across,
-    n,
-    bits: tl.constexpr,
-    levels: tl.constexpr,
-    signs: tl.constexpr,
-    most: tl.constexpr,
-    rounds: tl.constexpr,
-    back: tl.constexpr,
-    rest: tl.constexpr,
-):
+    x, codes, scales, shifts, rows, across, n, bits: tl.constexpr, levels: tl.constexpr, signs: tl.constexpr,
+    most: tl.constexpr, rounds: tl.constexpr, back: tl.constexpr, rest: tl.constexpr,
+):  # fmt: skip
     """Encode the tile of this program: x, `rows` rows of `across` blocks → codes, scales and shifts.
 
     levels: N of `saving.blocks`. most: the largest finite scale. rounds, back: as its `_grid` has them. rest: x is
@@ -164,34 +152,21 @@ def encode_tile(
     code = (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int32)
     if bits == 8:
         tl.store(_bytes(codes, index), code.to(tl.int8), mask=exists[:, None, None])
-    elif bits == 6:
-        _store(codes, code, index, exists, 6, 4, 0, 2)
-        _store(codes, code, index, exists, 6, 2, 4, 0)
-    elif bits == 5:
-        _store(codes, code, index, exists, 5, 4, 0, 1)
-        _store(codes, code, index, exists, 5, 1, 4, 0)
-    elif bits == 4:
-        _store(codes, tl.minimum(code, levels - 1), index, exists, 4, 4, 0, 0)
     else:
-        code = tl.minimum(code, levels - 1)
-        _store(codes, code, index, exists, 3, 2, 0, 1)
-        _store(codes, code, index, exists, 3, 1, 2, 0)
+        upper: tl.constexpr = 4 if bits > 3 else 2
+        lower: tl.constexpr = bits - upper
+        if bits <= 4:
+            code = tl.minimum(code, levels - 1)
+        _store(codes, code, index, exists, bits, upper, 0, lower)
+        if lower > 0:
+            _store(codes, code, index, exists, bits, lower, upper, 0)
 
 
 @jit
 def decode_tile(
-    codes,
-    scales,
-    shifts,
-    x,
-    rows,
-    across,
-    n,
-    bits: tl.constexpr,
-    levels: tl.constexpr,
-    most: tl.constexpr,
+    codes, scales, shifts, x, rows, across, n, bits: tl.constexpr, levels: tl.constexpr, most: tl.constexpr,
     rest: tl.constexpr,
-):
+):  # fmt: skip
     """Decode the tile of this program; arguments as those of `encode_tile`, most: the dtype's largest number."""
     tile, index, exists = _blocks(rows, across)
     inside = _inside(exists, n, rest)
@@ -200,14 +175,11 @@ def decode_tile(
     if bits == 8:
         code = tl.load(_bytes(codes, index), mask=exists[:, None, None], other=0).to(tl.int32)
     else:
-        if bits == 6:
-            code = (_load(codes, index, exists, 6, 4, 0) << 2) | _load(codes, index, exists, 6, 2, 4)
-        elif bits == 5:
-            code = (_load(codes, index, exists, 5, 4, 0) << 1) | _load(codes, index, exists, 5, 1, 4)
-        elif bits == 4:
-            code = _load(codes, index, exists, 4, 4, 0)
-        else:
-            code = (_load(codes, index, exists, 3, 2, 0) << 1) | _load(codes, index, exists, 3, 1, 2)
+        upper: tl.constexpr = 4 if bits > 3 else 2
+        lower: tl.constexpr = bits - upper
+        code = _load(codes, index, exists, bits, upper, 0)
+        if lower > 0:
+            code = (code << lower) | _load(codes, index, exists, bits, lower, upper)
         code = (code << (32 - bits)) >> 24  # times 2^(8 - k), as N
     turned: tl.constexpr = levels << (8 - bits)
     q = code.to(tl.float32)

@@ -9,7 +9,7 @@ Values are rounded as PyTorch rounds them in two steps: each factor to the dtype
 
 from __future__ import annotations
 
-from .activations import COLUMNS, ROWS, load_row, store_row
+from .activations import COLUMNS, ROWS, load, store
 from .triton import constexpr, jit, tl
 
 HALF = constexpr(4)  # rows of half a tile: a trip has one of each half, so that their reads overlap
@@ -42,10 +42,7 @@ def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
         rows = begin // width
         within = begin - rows * width + column
         at = x + rows.to(tl.int64) * stride + within + tl.where(within >= width, stride - width, 0)
-    if whole:
-        return tl.load(at).to(tl.float32)
-    else:
-        return tl.load(at, mask=column < left, other=0.0).to(tl.float32)
+    return load(at, column < left, whole)
 
 
 @jit
@@ -57,7 +54,9 @@ def _forward_row(
     x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
     y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
     dtype: tl.constexpr = h.dtype.element_ty
-    store_row(h + offset, a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32), left, whole)
+    column = tl.arange(0, COLUMNS)
+    value = a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32)
+    store(h + offset + column, value, column < left, whole)
 
 
 @jit
@@ -70,20 +69,16 @@ def _forward_rows(
     u, behind_u = _start(u, first, width_u, stride_u)
     h += first
     for row in range(HALF):
-        offset = row * COLUMNS
-        _forward_row(
-            g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
-        )
-        offset += HALF * COLUMNS
-        _forward_row(
-            g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
-        )
+        for half in tl.static_range(2):
+            offset = row * COLUMNS + half * HALF * COLUMNS
+            _forward_row(
+                g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b,
+                whole,
+            )  # fmt: skip
 
 
 @jit
-def gate_forward_tile(
-    g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, b: tl.constexpr
-):  # fmt: skip
+def gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, b: tl.constexpr):
     """Write h of the tile of this program: g and u (n,) → h (n,).
 
     a, b: device functions, float32 → float32.
@@ -102,15 +97,19 @@ def _backward_row(
 ):  # fmt: skip
     """Write dg and du of a row; everything is read before anything is written, so each tensor is read once."""
     dtype: tl.constexpr = dh.dtype.element_ty
-    grad = load_row(dh + offset, left, whole).to(tl.float32)
+    column = tl.arange(0, COLUMNS)
+    inside = column < left
+    grad = load(dh + offset + column, inside, whole)
     x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
     y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
     if dg is not None:
         passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        store_row(dg + offset, passed * da(x), left, whole)
+        value = passed * da(x)
+        store(dg + offset + column, value, inside, whole)
     if du is not None:
         passed = (grad * a(x).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        store_row(du + offset, passed * db(y), left, whole)
+        value = passed * db(y)
+        store(du + offset + column, value, inside, whole)
 
 
 @jit
@@ -127,16 +126,12 @@ def _backward_rows(
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
     for row in range(HALF):
-        offset = row * COLUMNS
-        _backward_row(
-            dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
-            a, da, b, db, whole,
-        )  # fmt: skip
-        offset += HALF * COLUMNS
-        _backward_row(
-            dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
-            a, da, b, db, whole,
-        )  # fmt: skip
+        for half in tl.static_range(2):
+            offset = row * COLUMNS + half * HALF * COLUMNS
+            _backward_row(
+                dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
+                a, da, b, db, whole,
+            )  # fmt: skip
 
 
 @jit
@@ -150,11 +145,7 @@ def gate_backward_tile(
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
-        _backward_rows(
-            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, 0, a, da, b, db, True
-        )  # fmt: skip
+        _backward_rows(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, 0, a, da, b, db, True)
     else:
-        _backward_rows(
-            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, da, b, db,
-            False,
-        )  # fmt: skip
+        left = (n - first).to(tl.int32)
+        _backward_rows(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, left, a, da, b, db, False)

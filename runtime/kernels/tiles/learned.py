@@ -10,7 +10,7 @@ writes the sums; these are added up afterwards, always in the same order.
 
 from __future__ import annotations
 
-from .activations import COLUMNS, ROWS
+from .activations import COLUMNS, ROWS, load, store
 from .triton import constexpr, jit, tl
 
 TRIPS = constexpr(8)  # of a program in backward
@@ -43,47 +43,26 @@ def _of_row(numbers, start, channels, inner, count: tl.constexpr):
 
 
 @jit
-def _load(place, inside, whole: tl.constexpr):
-    """Return elements, 0 where the tensor has ended."""
-    if whole:
-        return tl.load(place)
-    else:
-        return tl.load(place, mask=inside, other=0)
-
-
-@jit
-def _store(place, value, inside, whole: tl.constexpr):
-    """Write elements in the dtype of their place."""
-    if whole:
-        tl.store(place, value.to(place.dtype.element_ty))
-    else:
-        tl.store(place, value.to(place.dtype.element_ty), mask=inside)
-
-
-@jit
-def _part_of_row(x, y, start, n, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr):
-    """Write y of a row in which the tensor may end."""
-    at = tl.arange(0, COLUMNS)
-    inside = at < tl.minimum(n - start, COLUMNS).to(tl.int32)
-    element = tl.load(x + start + at, mask=inside, other=0.0)
+def _row(
+    x, y, start, n, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    """Write y of a row; unmasked rows are read and written in whole vectors."""
+    column = tl.arange(0, COLUMNS)
+    inside = column < tl.minimum(n - start, COLUMNS).to(tl.int32)
     own = _of_row(numbers, start, channels, inner, count)
-    _store(y + start + at, value(element.to(tl.float32), *own), inside, False)
+    store(y + start + column, value(load(x + start + column, inside, whole), *own), inside, whole)
 
 
 @jit
 def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr):
-    """Write y of the tile of this program; unmasked rows are read and written in whole vectors."""
+    """Write y of the tile of this program."""
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
         for row in range(ROWS):
-            start = first + row * COLUMNS
-            at = start + tl.arange(0, COLUMNS)
-            own = _of_row(numbers, start, channels, inner, count)
-            _store(y + at, value(tl.load(x + at).to(tl.float32), *own), None, True)
+            _row(x, y, first + row * COLUMNS, n, numbers, channels, inner, value, count, True)
     else:
         for row in range(ROWS):
-            start = first + row * COLUMNS
-            _part_of_row(x, y, start, n, numbers, channels, inner, value, count)
+            _row(x, y, first + row * COLUMNS, n, numbers, channels, inner, value, count, False)
 
 
 @jit
@@ -98,20 +77,17 @@ def _block(x, y, numbers, channels, n, value: tl.constexpr, count: tl.constexpr)
     at = first * channels + row * channels + column
     if ((first + HEIGHT * TRIPS) * channels <= n) & (left + WIDTH <= channels):
         for _ in range(TRIPS):
-            _store(y + at, value(tl.load(x + at).to(tl.float32), *own), None, True)
+            store(y + at, value(load(x + at, None, True), *own), None, True)
             at += HEIGHT * channels
     else:
         for _ in range(TRIPS):
             inside = valid & (at < n)
-            element = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            _store(y + at, value(element, *own), inside, False)
+            store(y + at, value(load(x + at, inside, False), *own), inside, False)
             at += HEIGHT * channels
 
 
 @jit
-def learned_forward_tile(
-    x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr
-):  # fmt: skip
+def learned_forward_tile(x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr):
     """Write y of the tile of this program: x (n,) → y (n,).
 
     A program has rows as in backward where WIDTH channels or more lie beside each other.
@@ -153,10 +129,9 @@ def _gradients(
     count: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Write dx of elements, if it is wanted, and return the sums with dy times each of `count` gradients added."""
-    grad = _load(dy + at, inside, whole).to(tl.float32)
-    x = _load(saved + at, inside, whole).to(tl.float32)
+    grad, x = load(dy + at, inside, whole), load(saved + at, inside, whole)
     if dx is not None:
-        _store(dx + at, grad * derivative(x, *numbers), inside, whole)
+        store(dx + at, grad * derivative(x, *numbers), inside, whole)
     added = ()
     for which in tl.static_range(count):
         share = grad * gradient(x, *numbers, which)
@@ -167,9 +142,10 @@ def _gradients(
 @jit
 def _beside(
     dy, saved, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
+    gradient: tl.constexpr, count: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on rows of WIDTH channels that lie beside each other; `whole`: none of them is outside."""
+    wanted: tl.constexpr = 0 if sums is None else count
     column = (left + tl.arange(0, WIDTH))[None, :]
     valid = column < channels
     own = _loaded(numbers + (column if whole else tl.where(valid, column, 0)), channels, count)
@@ -179,9 +155,7 @@ def _beside(
     added = _zeros((HEIGHT, WIDTH), wanted)
     for trip in range(_trips(rows - first, HEIGHT, whole)):
         inside = (row + trip * HEIGHT < rows) & valid
-        added = _gradients(
-            dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole
-        )  # fmt: skip
+        added = _gradients(dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole)
         at += HEIGHT * channels
     for which in tl.static_range(wanted):
         place = sums + (part * count + which) * channels + left + tl.arange(0, WIDTH)
@@ -191,9 +165,10 @@ def _beside(
 @jit
 def _apart(
     dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
+    gradient: tl.constexpr, count: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on a part of the `size` elements of one channel; `whole`: none of them is outside."""
+    wanted: tl.constexpr = 0 if sums is None else count
     own = _loaded(numbers + channel, 1 if channels is None else channels, count)
     start = part * (BLOCK * TRIPS)
     added = _zeros((BLOCK,), wanted)
@@ -206,9 +181,7 @@ def _apart(
             row = index // inner
             within = (index - row * inner).to(tl.int32) + tl.arange(0, BLOCK)
             at = ((row + within // inner) * channels + channel) * inner + within % inner
-        added = _gradients(
-            dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole
-        )  # fmt: skip
+        added = _gradients(dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole)
     for which in tl.static_range(wanted):
         row = part * count + which
         tl.store(sums + (row if channels is None else row * channels + channel), tl.sum(added[which], 0))
@@ -228,20 +201,13 @@ def learned_backward_block(
     derivative, gradient: device functions of x and of the numbers; gradient takes the number of the row, too.
     """
     block = tl.program_id(0)
-    wanted: tl.constexpr = 0 if sums is None else count
     if channels is not None and inner is None:
         beside = tl.cdiv(channels, WIDTH)
         left, part = block % beside * WIDTH, (block // beside).to(tl.int64)
         if ((part + 1) * (HEIGHT * TRIPS) <= rows) & (left + WIDTH <= channels):
-            _beside(
-                dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
-                wanted, True,
-            )  # fmt: skip
+            _beside(dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count, True)
         else:
-            _beside(
-                dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
-                wanted, False,
-            )  # fmt: skip
+            _beside(dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count, False)
     else:
         if channels is None:
             part, channel, size = block.to(tl.int64), 0, rows
@@ -250,10 +216,10 @@ def learned_backward_block(
         if (part + 1) * (BLOCK * TRIPS) <= size:
             _apart(
                 dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, wanted, True,
+                count, True,
             )  # fmt: skip
         else:
             _apart(
                 dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, wanted, False,
+                count, False,
             )  # fmt: skip

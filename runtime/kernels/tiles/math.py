@@ -9,6 +9,15 @@ from .triton import jit, tl
 
 
 @jit
+def _polynomial(u, coefficients: tl.constexpr):
+    """Return a polynomial of u by its coefficients, the highest power first."""
+    value = coefficients[0] * u + coefficients[1]
+    for k in tl.static_range(2, len(coefficients)):
+        value = value * u + coefficients[k]
+    return value
+
+
+@jit
 def _fraction(u, n):
     """exp(u − n·log 2), with log 2 in two parts; n times the first part is exact."""
     return tl.exp2(1.4426950408889634 * ((u - n * 0.693359375) + n * 0.00021219444005469058))
@@ -40,22 +49,14 @@ def exp_half(u):
 @jit
 def expm1(u):
     """exp(u) − 1: Taylor's series where the subtraction would cancel, to 1e−8 relative."""
-    series = 1.0 / 40320 * u + 1.0 / 5040
-    series = series * u + 1.0 / 720
-    series = series * u + 1.0 / 120
-    series = series * u + 1.0 / 24
-    series = series * u + 1.0 / 6
-    series = series * u + 0.5
-    series = series * u + 1.0
+    series = _polynomial(u, (1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0))
     return tl.where(tl.abs(u) < 0.5, series * u, tl.exp(u) - 1.0)
 
 
 @jit
 def expm1_half(u):
     """exp(u) − 1 to 3e−6 (1 + |u|) relative, for results of half precision: by Taylor's series near 0."""
-    series = 1.0 / 24 * u + 1.0 / 6
-    series = series * u + 0.5
-    series = series * u + 1.0
+    series = _polynomial(u, (1.0 / 24, 1.0 / 6, 0.5, 1.0))
     return tl.where(tl.abs(u) < 0.125, series * u, exp_half(u) - 1.0)
 
 
@@ -71,15 +72,11 @@ def log1p(u):
 @jit
 def _log1p_unit(t):
     """log(1 + t) for t from 0 to 1: t times a polynomial that is minimax, to 5e−9 relative."""
-    series = -0.003244024468585849 * t + 0.019851459190249443
-    series = series * t - 0.05695952847599983
-    series = series * t + 0.10603654384613037
-    series = series * t - 0.15305592119693756
-    series = series * t + 0.1967593878507614
-    series = series * t - 0.24954134225845337
-    series = series * t + 0.3332996368408203
-    series = series * t - 0.4999990165233612
-    series = series * t + 1.0
+    series = _polynomial(t, (
+        -0.003244024468585849, 0.019851459190249443, -0.05695952847599983, 0.10603654384613037,
+        -0.15305592119693756, 0.1967593878507614, -0.24954134225845337, 0.3332996368408203,
+        -0.4999990165233612, 1.0,
+    ))  # fmt: skip
     return series * t
 
 
@@ -117,9 +114,7 @@ def tanh(u):
     t, r, e = _decay(u)
     far = (1.0 - t) * r
     z = u * u
-    series = 0.017241492867469788 * z - 0.053045496344566345
-    series = series * z + 0.13325878977775574
-    series = series * z - 0.333331435918808
+    series = _polynomial(z, (0.017241492867469788, -0.053045496344566345, 0.13325878977775574, -0.333331435918808))
     return tl.where(tl.abs(u) < 0.5, series * z * u + u, _signed(far + far * e, u))
 
 
@@ -208,10 +203,9 @@ def atan(u):
     middle = (a > 0.4142135623730951) & (a <= 2.414213562373095)
     w = tl.where(large, -1.0 / a, tl.where(middle, (a - 1.0) / (a + 1.0), a))
     z = w * w
-    series = -0.06077993532284198 * z + 0.10593729328106148
-    series = series * z - 0.14243522721325338
-    series = series * z + 0.19998470996954815
-    series = series * z - 0.3333331518091104
+    series = _polynomial(z, (
+        -0.06077993532284198, 0.10593729328106148, -0.14243522721325338, 0.19998470996954815, -0.3333331518091104,
+    ))  # fmt: skip
     near = series * z * w + w
     positive = near + tl.where(large, 1.5707963267948966, tl.where(middle, 0.7853981633974483, 0.0))
     return tl.where(u < 0, -positive, positive)
@@ -226,18 +220,15 @@ def erfc(u):
     """
     a = tl.abs(u)
     z = u * u
-    near = -0.0005961293936707079 * z + 0.00498495576903224
-    near = near * z - 0.026759035885334015
-    near = near * z + 0.11281542479991913
-    near = near * z - 0.37612462043762207
-    near = near * z + 1.1283791065216064
+    near = _polynomial(z, (
+        -0.0005961293936707079, 0.00498495576903224, -0.026759035885334015, 0.11281542479991913,
+        -0.37612462043762207, 1.1283791065216064,
+    ))  # fmt: skip
     t = 1.0 / (0.4 * a + 1.0)
-    far = -0.11625811457633972 * t + 0.24358010292053223
-    far = far * t + 0.00831096712499857
-    far = far * t + 0.2130117416381836
-    far = far * t + 0.19879752397537231
-    far = far * t + 0.22668975591659546
-    far = far * t + 0.22562721371650696
+    far = _polynomial(t, (
+        -0.11625811457633972, 0.24358010292053223, 0.00831096712499857, 0.2130117416381836, 0.19879752397537231,
+        0.22668975591659546, 0.22562721371650696,
+    ))  # fmt: skip
     far = far * t * tl.exp(-z)
     return tl.where(a < 0.9, 1.0 - near * u, tl.where(u < 0, 2.0 - far, far))
 
@@ -255,15 +246,11 @@ def ndtr_half(u):
     Below −12.9, where it is subnormal, it may be 0.
     """
     a = tl.abs(u)
-    log2 = -2.0123906985247686e-09 * a + 1.4528755798437487e-07
-    log2 = log2 * a - 4.617325430444907e-06
-    log2 = log2 * a + 8.553011866752058e-05
-    log2 = log2 * a - 0.0010343985632061958
-    log2 = log2 * a + 0.008723320439457893
-    log2 = log2 * a - 0.05408892035484314
-    log2 = log2 * a - 0.45863622426986694
-    log2 = log2 * a - 1.1510509252548218
-    log2 = log2 * a - 1.0000258684158325
+    log2 = _polynomial(a, (
+        -2.0123906985247686e-09, 1.4528755798437487e-07, -4.617325430444907e-06, 8.553011866752058e-05,
+        -0.0010343985632061958, 0.008723320439457893, -0.05408892035484314, -0.45863622426986694,
+        -1.1510509252548218, -1.0000258684158325,
+    ))  # fmt: skip
     left = tl.exp2(log2)
     return tl.where(u > 0, 1.0 - left, left)
 

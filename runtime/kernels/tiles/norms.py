@@ -30,17 +30,9 @@ def _mean(value, columns):
 
 @jit
 def ms_norm_forward(
-    x,
-    z,
-    scale,
-    rows,
-    columns,
-    eps,
-    centred: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
+    x, z, scale, rows, columns, eps, centred: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
     whole: tl.constexpr,
-):
+):  # fmt: skip
     """Forward: x (rows, columns) → z of that shape and scale = 1/σ (rows,) of float32; height rows a program."""
     row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
     start = row[:, None] * columns
@@ -77,17 +69,9 @@ def ms_norm_forward(
 
 @jit
 def ms_norm_backward(
-    dz,
-    z,
-    scale,
-    dx,
-    rows,
-    columns,
-    centred: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
+    dz, z, scale, dx, rows, columns, centred: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
     whole: tl.constexpr,
-):
+):  # fmt: skip
     """Backward: dx = (dz − mean(dz) − z·mean(z·dz))·scale; mean(dz) is left out unless centred."""
     row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
     start = row[:, None] * columns
