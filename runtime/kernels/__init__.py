@@ -10,14 +10,14 @@ from .activations import Inverted as Inverted
 from .activations import Output as Output
 from .activations import Step as Step
 from .activations import apply as apply
-from .autocast import active_autocast as active_autocast
-from .autocast import without_autocast as without_autocast
 from .gates import Gate as Gate
 from .gates import apply_gate as apply_gate
+from .inputs import active_autocast as active_autocast
 from .inputs import autocast_dtype as autocast_dtype
 from .inputs import check_dtype as check_dtype
 from .inputs import mesh_of as mesh_of
 from .inputs import sharded as sharded
+from .inputs import without_autocast as without_autocast
 from .internals import in_functorch_transform as in_functorch_transform
 from .internals import version_of as version_of
 from .launch import options as options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from .inputs import (
     like,
     may_need_gradient,
     mesh_of,
+    permuted,
     sharded,
 )
 from .launch import launch
@@ -54,17 +55,16 @@ def apply(x: Tensor, key: str) -> Tensor:
     if not gradient and torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
         return activation.result(x, dtype)
     order, dims = in_memory_order(x)
-    x = x.contiguous() if order is None else x.permute(order).contiguous()
+    x = permuted(x, order).contiguous()
     if gradient:
-        y = differentiable(x, None, dtype, key, dims=dims)
-        return y if dims is None else y.permute(dims)
-    x = x if dims is None else x.permute(dims)
+        return permuted(differentiable(x, None, dtype, key, dims=dims), dims)
+    x = permuted(x, dims)
     return like(activation.result(x, dtype), x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pointwise(Kernel):
-    """An activation of one input. Subclasses say which numbers it saves, and what f′ is as a function of these.
+    """An activation of one input; subclasses define f′ as a function of what is saved.
 
     Attributes:
         value: the activation in PyTorch's operators, Tensor → Tensor.
@@ -85,12 +85,8 @@ class Pointwise(Kernel):
         return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
 
     @abstractmethod
-    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """Return the 2^bits − 1 borders that codes count for y in a dtype, each a float32."""
-
-    @abstractmethod
-    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
-        """Return f′ for y in a dtype."""
+    def fitted(self, dtype: torch.dtype) -> tuple[tuple[float, ...], reference.Derivative]:
+        """Return, for y in a dtype, the 2^bits − 1 borders that codes count, each a float32, and f′."""
 
     def result(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the activation of x as a tensor of its own; autocast widens the results of some operators."""
@@ -101,7 +97,7 @@ class Pointwise(Kernel):
         """Return the codes of a contiguous tensor, uint8 (tiles · bits · COLUMNS,), for y in a dtype."""
         if not self.bits:
             return x.new_empty(0, dtype=torch.uint8)
-        return reference.encode(x, self.borders_for(dtype), self.bits, self.even)
+        return reference.encode(x, self.fitted(dtype)[0], self.bits, self.even)
 
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
         x, dtype = given.x, DTYPES[given.dtype]
@@ -109,7 +105,7 @@ class Pointwise(Kernel):
 
     def gradients(self, given: Backward) -> Two:
         dy, y = given.dy, given.saved
-        derivative = self.derivative_for(dy.dtype if y is None else y.dtype)
+        _, derivative = self.fitted(dy.dtype if y is None else y.dtype)
         return reference.backward(dy, y, given.codes, self.bits, derivative, DTYPES[given.dtype]), None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
@@ -135,15 +131,8 @@ class Step(Pointwise):
     borders: tuple[float, ...]
     levels: tuple[float, ...]
 
-    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
-        return self.borders
-
-    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
-        return self._derivative
-
-    @cached_property
-    def _derivative(self) -> reference.Levels:
-        return reference.Levels(self.levels)
+    def fitted(self, dtype: torch.dtype) -> tuple[tuple[float, ...], reference.Derivative]:
+        return self.borders, partial(reference.level, self.levels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +148,8 @@ class Output(Pointwise):
 
     derivative: Callable[[Tensor], Tensor]
 
-    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
-        return ()
-
-    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
-        return self._derivative
+    def fitted(self, dtype: torch.dtype) -> tuple[tuple[float, ...], reference.Derivative]:
+        return (), self._derivative
 
     @cached_property
     def _derivative(self) -> reference.Tabulated:
@@ -186,18 +172,11 @@ class Inverted(Pointwise):
     borders: Mapping[torch.dtype, tuple[float, ...]]
     derivatives: Mapping[torch.dtype, Callable[[Tensor, Tensor], Tensor]]
 
-    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
-        return self.borders[_fitted(dtype)]
-
-    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
-        return self._derivatives[_fitted(dtype)]
+    def fitted(self, dtype: torch.dtype) -> tuple[tuple[float, ...], reference.Derivative]:
+        dtype = torch.float32 if dtype == torch.float64 else dtype
+        return self.borders.get(dtype, ()), self._derivatives[dtype]  # no borders where bits are 0
 
     @cached_property
     def _derivatives(self) -> dict[torch.dtype, reference.Tabulated]:
         kinds = self.derivatives.items()
         return {dtype: reference.Tabulated(function, self.bits) for dtype, function in kinds}
-
-
-def _fitted(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype whose fit serves a dtype."""
-    return torch.float32 if dtype == torch.float64 else dtype

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .autocast import without_autocast
 from .inputs import (
     check_dtype,
     check_meshes,
@@ -24,7 +23,9 @@ from .inputs import (
     like,
     may_need_gradient,
     mesh_of,
+    permuted,
     sharded,
+    without_autocast,
 )
 from .launch import launch, threads_of
 from .ops import differentiable
@@ -63,10 +64,7 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     if not (may_need_gradient(g) or may_need_gradient(u)):
         return like(gate.value(g, u), g)
     order, dims = in_memory_order(g)
-    if order is not None:
-        g, u = g.permute(order), u.permute(order)
-    y = differentiable(g, u, g.dtype, key, dims=dims)
-    return y if dims is None else y.permute(dims)
+    return permuted(differentiable(permuted(g, order), permuted(u, order), g.dtype, key, dims=dims), dims)
 
 
 def _check(name: str, g: Tensor, u: Tensor) -> None:

@@ -1,14 +1,17 @@
-"""What kernels are given: dtypes, layouts, autocast, shards of a DTensor; and whether a gradient may be wanted."""
+"""What kernels are given: dtypes, layouts, autocast, shards of a DTensor; and whether a gradient may be wanted.
+
+PyTorch raises where it is asked about the autocast of a type of device that has none, such as meta.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autocast import active_autocast
 from .internals import constant_in_graphs, in_functorch_transform
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -53,6 +56,24 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+@constant_in_graphs
+def _has_autocast(device: str) -> bool:
+    """Return whether a type of device has autocast; before 2.13 a compiler cannot trace this question."""
+    return torch.amp.is_autocast_available(device)
+
+
+def active_autocast(device: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a type of device, None where it is off."""
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Return a context without autocast; entering one takes longer than asking whether it is on."""
+    return nullcontext() if active_autocast(device) is None else torch.autocast(device, enabled=False)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to which autocast casts x for the next layer; the dtype of x if autocast is off."""
     return (x.dtype in KERNEL_DTYPES and active_autocast(x.device.type)) or x.dtype
@@ -89,11 +110,16 @@ def in_memory_order(x: Tensor) -> tuple[list[int] | None, list[int] | None]:
     return (None, None) if order is None or order == sorted(order) else (order, inverse(order))
 
 
+def permuted(x: Tensor, dims: Sequence[int] | None) -> Tensor:
+    """Return a permutation of a tensor; None for none."""
+    return x if dims is None else x.permute(list(dims))
+
+
 def in_layout(function: Callable[..., Tensor], dims: Sequence[int] | None, *tensors: Tensor) -> Tensor:
     """Return a function of tensors in memory order, contiguous, computed in the layout that `dims` permutes to."""
     if not dims:
         return function(*tensors).contiguous()
-    y = function(*(tensor.permute(list(dims)) for tensor in tensors)).permute(inverse(dims)).contiguous()
+    y = function(*(permuted(tensor, dims) for tensor in tensors)).permute(inverse(dims)).contiguous()
     # set_: the result may be a permutation of y, but not a view, which could not be changed in place
     return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 

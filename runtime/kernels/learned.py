@@ -16,8 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .autocast import without_autocast
-from .inputs import check_dtype, check_meshes, in_memory_order, like, may_need_gradient, mesh_of, sharded
+from .inputs import (
+    check_dtype,
+    check_meshes,
+    in_memory_order,
+    like,
+    may_need_gradient,
+    mesh_of,
+    permuted,
+    sharded,
+    without_autocast,
+)
 from .launch import launch, threads_of
 from .ops import differentiable
 from .reference import arithmetic_dtype
@@ -67,11 +76,9 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
             return like(formula.value(x.to(dtype), *columns).to(x.dtype), x)
     packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])
     order, dims = in_memory_order(x)
-    if order is not None:
-        x, dim = x.permute(order), order.index(dim)
+    x, dim = permuted(x, order), dim if order is None else order.index(dim)
     inner = math.prod(x.shape[dim + 1 :]) if channels > 1 else 1
-    y = differentiable(x.contiguous(), packed, x.dtype, key, inner=inner)
-    return y if dims is None else y.permute(dims)
+    return permuted(differentiable(x.contiguous(), packed, x.dtype, key, inner=inner), dims)
 
 
 def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
@@ -88,12 +95,9 @@ def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
             values: list[Placement] = []
             gradients: list[Placement] = []
             for placement in placements:
-                if wide is not None and placement.is_shard(dim):
-                    values.append(Shard(wide))
-                    gradients.append(Shard(wide))
-                else:
-                    values.append(Replicate())
-                    gradients.append(Partial() if placement.is_shard() else Replicate())
+                values.append(Shard(wide) if wide is not None and placement.is_shard(dim) else Replicate())
+                summed = placement.is_shard() and values[-1].is_replicate()
+                gradients.append(Partial() if summed else values[-1])
             local.append(number.redistribute(placements=values).to_local(grad_placements=gradients))
         return apply_learned(shard, local, dim, key)
 
@@ -162,11 +166,8 @@ class Learned(Kernel):
                 if dx is not None:
                     dx.view(shape)[part] = grad * self.derivative(at, *columns)
                 if given.wants_other:
-                    sums.append(
-                        torch.stack(
-                            [(grad * derivative(at, *columns)).sum((0, 2)) for derivative in self.derivatives]
-                        )
-                    )
+                    products = [grad * derivative(at, *columns) for derivative in self.derivatives]
+                    sums.append(torch.stack([product.sum((0, 2)) for product in products]))
         return dx, torch.stack(sums).sum(0) if given.wants_other else None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
@@ -176,7 +177,7 @@ class Learned(Kernel):
         channels, beside = _channels(numbers, given.inner)
         programs, threads = reference.tiles_of(x), threads_of(x.dtype)
         if channels is not None and channels >= WIDTH.value and beside is None:  # blocks, as in backward
-            programs, threads = _heights(x.numel() // channels) * _widths(channels), THREADS
+            programs, threads = math.prod(_blocks(x.numel() // channels, channels)), THREADS
         launch(self.forward, programs, threads, x, y, numbers, channels, beside, x.numel())
 
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
@@ -186,7 +187,7 @@ class Learned(Kernel):
         channels, beside = _channels(numbers, given.inner)
         rows = dy.numel() // ((channels or 1) * (beside or 1))
         if channels is not None and beside is None:
-            parts, across = _heights(rows), _widths(channels)
+            parts, across = _blocks(rows, channels)
         else:
             parts, across = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value)), channels or 1
         sums = None if d_other is None else d_other.new_empty(parts, *d_other.shape)
@@ -214,16 +215,11 @@ def _channels(numbers: Any, inner: int) -> tuple[int | None, int | None]:
     return (numbers.shape[1], inner if inner > 1 else None) if numbers.shape[1] > 1 else (None, None)
 
 
-def _heights(rows: int) -> int:
-    from .tiles import HEIGHT, TRIPS
+def _blocks(rows: int, channels: int) -> tuple[int, int]:
+    """Return how many programs channels that lie beside each other take, by rows and by channels."""
+    from .tiles import HEIGHT, TRIPS, WIDTH
 
-    return -(-rows // int(HEIGHT.value * TRIPS.value))
-
-
-def _widths(channels: int) -> int:
-    from .tiles import WIDTH
-
-    return -(-channels // int(WIDTH.value))
+    return -(-rows // int(HEIGHT.value * TRIPS.value)), -(-channels // int(WIDTH.value))
 
 
 class LearnedModule(nn.Module):

@@ -32,7 +32,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
@@ -55,13 +54,9 @@ BACKWARD = (
 )
 
 
-def _namespace() -> str:
-    """Return the namespace of the ops: what the package around this runtime says in `__ops__`, else its name."""
-    home = sys.modules[__name__.removesuffix(".runtime.kernels.ops")]
-    return str(getattr(home, "__ops__", home.__name__.replace(".", "_")))
-
-
-NAMESPACE = _namespace()
+# Of the ops: what the package around this runtime says in `__ops__`, else its name.
+_home = sys.modules[__name__.removesuffix(".runtime.kernels.ops")]
+NAMESPACE: str = getattr(_home, "__ops__", _home.__name__.replace(".", "_"))
 ops: Any = getattr(torch.ops, NAMESPACE)
 Function = TypeVar("Function", bound=Callable[..., Any])
 Dims = Sequence[int] | None
@@ -86,12 +81,7 @@ def differentiable(
     kernel = find(key)
     if other is None or not kernel.saves_input:
         return y
-    return offer_recompute(y, partial(_again, rest=arguments[2:]), x, other)
-
-
-def _again(x: Tensor, other: Tensor, rest: tuple[Any, ...]) -> Tensor:
-    y: Tensor = ops.forward(x, other, *rest)[0]
-    return y
+    return offer_recompute(y, lambda x, other: ops.forward(x, other, *arguments[2:])[0], x, other)
 
 
 # ------------------------------------------------------------------------------------------------------ the passes
@@ -159,50 +149,29 @@ def with_signature(forward: Function) -> Function:
     return forward
 
 
-def refuse_second_derivative(name: str) -> NoReturn:
-    """Raise a RuntimeError that calls the op by a name."""
-    raise RuntimeError(
-        f"{name}: a second derivative was requested, but only what the first needs is saved; "
-        "use PyTorch's own operators where gradients are differentiated again"
-    )
-
-
-def _refuse(ctx: Any, *_: Any) -> NoReturn:
-    refuse_second_derivative(find(ctx.key).name)
-
-
 def _keep_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.key = inputs[-1]
 
 
+def _refuse(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{find(ctx.key).name}: a second derivative was requested, but only what the first needs is saved; "
+        "use PyTorch's own operators where gradients are differentiated again"
+    )
+
+
 class Gradients(torch.autograd.Function):
-    """Gradients by an op, which cannot be differentiated again: otherwise second derivatives would be wrong."""
+    """Gradients by the op, which cannot be differentiated again: otherwise second derivatives would be wrong."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(_keep_key)
+    backward = staticmethod(_refuse)
 
     @staticmethod
     @with_signature
-    def forward(name: str, autograd_anchor: Tensor, op: str, *arguments: Any) -> Any:
-        """Return what an op returns.
-
-        Args:
-            name: for the error that a second derivative raises.
-            autograd_anchor: ties the gradients to the input.
-            op: its name.
-            arguments: of the op.
-
-        """
-        return getattr(ops, op)(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the name."""
-        ctx.name = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        """Raise a RuntimeError."""
-        refuse_second_derivative(ctx.name)
+    def forward(autograd_anchor: Tensor, *arguments: Any) -> Any:
+        """Return the gradients; the anchor, which is empty, ties them to the input."""
+        return ops.backward(*arguments)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -220,10 +189,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None
     saved, other, codes, *autograd_anchor = ctx.saved_tensors
     wants = ctx.needs_input_grad[:2]
     arguments = dy.contiguous(), saved, other, codes, ctx.inner, ctx.dtype, *wants, ctx.key
-    if autograd_anchor:
-        gradients = Gradients.apply(find(ctx.key).name, *autograd_anchor, "backward", *arguments)
-    else:
-        gradients = ops.backward(*arguments)
+    gradients = Gradients.apply(*autograd_anchor, *arguments) if autograd_anchor else ops.backward(*arguments)
     return *(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)), *(None,) * 5
 
 
@@ -231,6 +197,7 @@ class KernelFunction(torch.autograd.Function):
     """Saves what the kernel saves, and an empty tensor that ties the gradients to the inputs."""
 
     generate_vmap_rule = True
+    backward = staticmethod(_differentiate)
 
     @staticmethod
     @with_signature
@@ -243,11 +210,6 @@ class KernelFunction(torch.autograd.Function):
         """Save."""
         ctx.mark_non_differentiable(output[1])
         _save(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of the other tensor."""
-        return _differentiate(ctx, dy)
 
 
 # ------------------------------------------------------------------------------------------------------------ vmap
@@ -317,15 +279,8 @@ def _define(name: str, schema: str, passes: Sequence[Callable[..., Any]], vmap: 
     """Define an op in the namespace; it stays if a copy of this runtime with the same text has defined it.
 
     No schema may end with an optional argument. Inductor's cache on disk leaves a trailing None out of its
-    keys, so a later schema without this argument would find graphs that still pass it.
-
-    Args:
-        name: of the op.
-        schema: its arguments and results.
-        passes: compute it by PyTorch's operators, by Triton's kernels, and without numbers.
-        vmap: its rule for `torch.vmap`.
-        autograd: its backward, and the function that saves tensors for it.
-
+    keys, so a later schema without this argument would find graphs that still pass it. `passes` compute the op by
+    PyTorch's operators, by Triton's kernels, and without numbers; `autograd` is its backward, and what saves.
     """
     holder, whole = f"library_of_{name}", f"{NAMESPACE}::{name}"
     if hasattr(ops, holder):

@@ -169,15 +169,9 @@ def _unpack(codes: Tensor, bits: int, tile: slice, element: slice) -> Tensor:
     return rows.bitwise_and_((1 << bits) - 1).view(-1)[: element.stop - element.start]
 
 
-class Levels:
-    """The derivative of a step function: the level of each code."""
-
-    def __init__(self, levels: tuple[float, ...]) -> None:
-        self.levels = levels
-
-    def __call__(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return the levels, in float64 if the (empty) y is float64."""
-        return constant(self.levels, arithmetic_dtype(y), y.device).index_select(0, code)
+def level(levels: tuple[float, ...], y: Tensor, code: Tensor) -> Tensor:
+    """Return the level of each code, the derivative of a step function, in float64 if the (empty) y is."""
+    return constant(levels, arithmetic_dtype(y), y.device).index_select(0, code)
 
 
 class Tabulated:

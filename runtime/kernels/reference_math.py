@@ -83,12 +83,7 @@ def quotient(
 
 
 def _quotient(
-    t: Tensor,
-    c: int,
-    ends: Sequence[float],
-    numerator: Sequence[float],
-    denominator: Sequence[float],
-    size: int,
+    t: Tensor, c: int, ends: Sequence[float], numerator: Sequence[float], denominator: Sequence[float], size: int
 ) -> Tensor:
     t = t.clamp(ends[c], ends[size + c])
     p = _horner(t, numerator[c::size])
