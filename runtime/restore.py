@@ -163,12 +163,8 @@ def following(enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[
 
     """
     entered = hooks.register_module_forward_pre_hook(enter)
-    left = hooks.register_module_forward_hook(leave, always_call=True)
-    try:
+    with entered, hooks.register_module_forward_hook(leave, always_call=True):
         yield
-    finally:
-        entered.remove()
-        left.remove()
 
 
 @contextmanager
@@ -186,13 +182,7 @@ def explained(name: str, which: str) -> Iterator[None]:
 
 
 def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
-    """Run the backward pass of a model, and leave the gradients at the parameters.
-
-    Args:
-        name: the model's, for the UsageError if it fails.
-        outputs: what backward starts from.
-
-    """
+    """Run the backward pass from a model's outputs; the UsageError if it fails begins with the model's name."""
     with explained(name, "backward"):
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 

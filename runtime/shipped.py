@@ -52,9 +52,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
             f"no activation {quote(wanted[0])} is shipped{near(wanted[0], there)}; make others with fitact fit"
         )
     module = import_module(f"fitact.generated.{fit}")
-    kind = next(
-        member for member in (getattr(module, name) for name in module.__all__) if isinstance(member, type)
-    )
+    kind = next(member for member in map(vars(module).get, module.__all__) if isinstance(member, type))
     try:
         made: nn.Module = kind()
     except TypeError as error:  # it has a number for every channel

@@ -259,12 +259,10 @@ def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a hook of the forward or backward pass is registered; no public function tells."""
-    return any(vars(module).get(hooks) for hooks in HOOKS)
+    names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(vars(module).get(name) for name in names)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -287,16 +285,12 @@ def plain(model: nn.Module) -> None:
             if getattr(module, flag, False) is True:
                 setattr(module, flag, False)
         if hasattr(module, "_checkpoint_wrapped_module"):
-            vars(module)["checkpoint_fn"] = _call
+            vars(module)["checkpoint_fn"] = lambda function, *args, **kwargs: function(*args, **kwargs)
 
 
 def plain_path(path: str) -> str:
     """Return a path in a model without the parts that wrappers of the compiler and of checkpoints add."""
     return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------- compiling
@@ -331,16 +325,10 @@ def trace_joint(
     mode: FakeTensorMode,
     partition: Callable[..., Any],
 ) -> None:
-    """Trace the forward and backward pass of a function into one graph, as `torch.compile` does.
+    """Trace the forward and backward pass of a function of tensors into one graph, as `torch.compile` does.
 
-    Args:
-        function: takes tensors and returns a tuple of tensors.
-        tensors: its arguments.
-        owned: how many of these, from the first on, are parameters and buffers.
-        mode: the mode of the fake tensors among them.
-        partition: called with the joint graph, its inputs and options by name, including `num_fwd_outputs`; it may
-            raise to end the tracing.
-
+    The first `owned` of the tensors are parameters and buffers. `partition` is called with the joint graph, its
+    inputs and options by name, including `num_fwd_outputs`; it may raise to end the tracing.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
@@ -370,15 +358,10 @@ def partition_with(
 def min_cut(
     graph: fx.GraphModule, inputs: Sequence[Any], budget: float, float8: bool = False, **options: Any
 ) -> Any:
-    """Return the forward and the backward graph that Inductor's partitioner makes under a memory budget.
+    """Return the forward and the backward graph that Inductor's partitioner makes of a joint graph.
 
-    Args:
-        graph: the joint graph.
-        inputs: its inputs.
-        budget: the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1.
-        float8: whether PyTorch's own pass follows, after which tensors of 16 bits are saved in 8, with a scale.
-        options: as `partition_with` passes them.
-
+    The budget is the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1. With `float8`,
+    PyTorch's own pass follows, after which tensors of 16 bits are saved in 8, with a scale.
     """
     import torch._inductor.config
     from torch._functorch import config
@@ -406,10 +389,8 @@ def compiler_options(mode: str | None) -> dict[str, Any]:
 def partitioner(partition: Callable[..., Any], identity: str | None) -> Any:
     """Return what Inductor takes for its option `custom_partitioner_fn`.
 
-    Args:
-        partition: called with the joint graph, its inputs and options by name, for `min_cut`.
-        identity: names all that it depends on, in the keys of caches of compiled code; None to cache nothing.
-
+    `partition` gets the joint graph, its inputs and options by name, for `min_cut`. The identity names all that it
+    depends on, in the keys of caches of compiled code; with None nothing is cached.
     """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -437,17 +418,13 @@ def size_hint(size: Any) -> int:
 
 def saved_selectively(context: Any) -> Iterator[Tensor]:
     """Yield what a selective checkpoint saves: the `storage` of the first of its contexts, each in a wrapper."""
-    yield from _wrapped(context.storage)
-
-
-def _wrapped(entry: Any) -> Iterator[Tensor]:
-    if isinstance(entry, dict):
-        entry = list(entry.values())
-    for leaf in tree_leaves(entry):
-        if isinstance(leaf, dict):
-            yield from _wrapped(leaf)
-        elif isinstance(tensor := getattr(leaf, "val", leaf), Tensor):
-            yield tensor
+    entries = [context.storage]
+    for entry in entries:
+        for leaf in tree_leaves(list(entry.values()) if isinstance(entry, dict) else entry):
+            if isinstance(leaf, dict):
+                entries.append(leaf)
+            elif isinstance(tensor := getattr(leaf, "val", leaf), Tensor):
+                yield tensor
 
 
 def fake_mode() -> FakeTensorMode:

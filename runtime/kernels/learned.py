@@ -68,10 +68,8 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     channels = x.shape[dim] if wide else 1
     if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
         after = (1,) * (x.dim() - dim - 1)
-        columns = [
-            number.to(dtype).reshape(-1, *after) if number.numel() > 1 else number.to(dtype).reshape(())
-            for number in numbers
-        ]
+        shapes = ((-1, *after) if number.numel() > 1 else () for number in numbers)
+        columns = [number.to(dtype).reshape(shape) for number, shape in zip(numbers, shapes, strict=True)]
         with torch.autocast(x.device.type, enabled=False):
             return like(formula.value(x.to(dtype), *columns).to(x.dtype), x)
     packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])

@@ -216,14 +216,9 @@ class KernelFunction(torch.autograd.Function):
 
 
 def _flat(kernel: Kernel, size: int, in_dims: Any, *tensors: Tensor | None) -> Iterator[Any]:
-    """Yield batches as (size, elements), contiguous.
+    """Yield batches as (size, elements), contiguous; with codes, each element has tiles of its own, padded.
 
-    Args:
-        kernel: if it has codes, each element has tiles of its own, the last one padded.
-        size: how many elements there are.
-        in_dims: the dimensions of the batches, None for one element that all of the batch share.
-        tensors: the batches; None stays None.
-
+    `in_dims` are the dimensions of the batches, None for one element that all of the batch share. None stays None.
     """
     for x, dim in zip(tensors, in_dims, strict=False):
         if x is None:

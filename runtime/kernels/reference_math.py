@@ -57,13 +57,9 @@ def radical(d: Tensor, order: int, side: int) -> Tensor:
 
 
 def quotient(
-    t: Tensor,
-    code: Tensor,
-    ends: Sequence[float],
-    numerator: Sequence[float],
-    denominator: Sequence[float],
+    t: Tensor, code: Tensor, ends: Sequence[float], numerator: Sequence[float], denominator: Sequence[float],
     size: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return p/q at the clamped t, with each element's coefficients chosen by its code.
 
     Args:
@@ -75,19 +71,17 @@ def quotient(
         size: how many codes there are.
 
     """
-    value = _quotient(t, 0, ends, numerator, denominator, size)
+
+    def of(c: int) -> Tensor:
+        at = t.clamp(ends[c], ends[size + c])
+        p = _horner(at, numerator[c::size])
+        return p if len(denominator) == size else p.div_(_horner(at, denominator[c::size]))
+
+    value = of(0)
     for c in range(1, size):
         own = torch.eq(code, c, out=torch.empty_like(t))
-        value.lerp_(_quotient(t, c, ends, numerator, denominator, size), own)  # one of the two
+        value.lerp_(of(c), own)  # one of the two
     return value
-
-
-def _quotient(
-    t: Tensor, c: int, ends: Sequence[float], numerator: Sequence[float], denominator: Sequence[float], size: int
-) -> Tensor:
-    t = t.clamp(ends[c], ends[size + c])
-    p = _horner(t, numerator[c::size])
-    return p if len(denominator) == size else p.div_(_horner(t, denominator[c::size]))
 
 
 def _horner(t: Tensor, coefficients: Sequence[float]) -> Tensor:

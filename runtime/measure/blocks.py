@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -37,16 +38,6 @@ class Run:
     steady: bool = False
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of a block: what it was given, what it did, and whether it returned a tensor like the first given."""
-
-    block: int
-    inputs: Any
-    work: Work
-    same: bool
-
-
 def runs_of(subject: Subject) -> list[Run]:
     """Return the blocks of a model by runs; a model whose blocks do not run once each is one run of itself.
 
@@ -54,36 +45,29 @@ def runs_of(subject: Subject) -> list[Run]:
         UsageError: the model cannot be run, or has no such blocks.
 
     """
-    blocks = blocks_of(subject.model, subject.blocks)
-    calls: list[_Call] = []
+    # the path, the block, what equal ones have in common, the work, and whether the output is like the input
+    calls: list[tuple[str, nn.Module, Any, Work, bool]] = []
     meter = Meter([*subject.model.parameters(), *subject.model.buffers()])
 
-    def leave(i: int, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        meter.mark("out", i)
+    def leave(path: str, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        meter.mark("out")
         inputs = tuple(_kind(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
-        same = isinstance(out, Tensor) and bool(inputs) and _kind(out) == _kind(first_tensor(*args, **kwargs))
-        calls.append(_Call(i, inputs, meter.marks[-1].work, same and subject.mode is not None))
+        same = isinstance(out, Tensor) and inputs[:1] == (_kind(out),)
+        calls.append((path, block, (_signature(block), inputs), meter.marks[-1].work, same))
 
     with ExitStack() as stack:
-        for i, (_, block) in enumerate(blocks):
+        for path, block in blocks_of(subject.model, subject.blocks):
             stack.callback(block.register_forward_pre_hook(lambda *_: meter.mark("in")).remove)
-            stack.callback(block.register_forward_hook(partial(leave, i), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(partial(leave, path), with_kwargs=True).remove)
         with generators(subject.model), subject.environment(), torch.no_grad(), meter:
             subject.forward()
-    order = [call.block for call in calls]
-    if len({*order}) != len(order) or not order:
+    if not calls or len({path for path, *_ in calls}) < len(calls):
         return [Run(("",), (subject.model,))]
-    runs = [
-        list(some) for _, some in groupby(calls, lambda call: (_signature(blocks[call.block][1]), call.inputs))
-    ]
-    return [
-        Run(
-            tuple(blocks[call.block][0] for call in run),
-            tuple(blocks[call.block][1] for call in run),
-            all(call.same and call.work == run[0].work for call in run),
-        )
-        for run in runs
-    ]
+    runs = []
+    for _, some in groupby(calls, itemgetter(2)):
+        paths, blocks, _, works, same = zip(*some, strict=True)
+        runs.append(Run(paths, blocks, subject.mode is not None and all(same) and len({*works}) == 1))
+    return runs
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -98,22 +82,16 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 def _signature(block: nn.Module) -> Any:
     """Return what equal blocks have in common."""
     modules = tuple((path, type(module).__qualname__) for path, module in block.named_modules())
-    parameters = tuple(
-        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for name, parameter in block.named_parameters()
-    )
-    return type(block), modules, parameters
+    parameters = ((name, _kind(each), each.requires_grad) for name, each in block.named_parameters())
+    return type(block), modules, tuple(parameters)
 
 
 @contextmanager
 def hooked(blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) -> Iterator[None]:
     """Call a function when blocks' forward and backward passes begin and end, until the context ends.
 
-    Args:
-        blocks: the blocks, by their places.
-        mark: called with `"in"` and `"out"` in the forward pass, with `"grad out"` and `"grad in"` in the backward
-            pass, and with the block's place.
-
+    It gets `"in"` and `"out"` in the forward pass, `"grad out"` and `"grad in"` in the backward pass, and the
+    block's place, its key in `blocks`.
     """
 
     def watch(what: str, i: int, tree: Any) -> None:
@@ -144,12 +122,8 @@ ROW = 4  # blocks of a row that run: the first two, one whose neighbours are lik
 def cut(runs: Sequence[Run], policies: Sequence[Any], row: int = ROW, last: int = 1) -> dict[int, int]:
     """Return for how many of the blocks after it a block is counted, by its place.
 
-    Args:
-        runs: the runs of blocks.
-        policies: the policy of each block, or whatever tells blocks apart.
-        row: how many blocks run where more in a row have the same policy.
-        last: how many of these run after the one that is counted for others.
-
+    Where more in a row have the same policy, or whatever tells blocks apart, `row` of them run: `last` of these
+    after the one that is counted for others.
     """
     places: dict[int, int] = {}
     place = 0
@@ -173,13 +147,7 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def filled(marks: Sequence[Moment], standing: Mapping[int, int]) -> list[Moment]:
-    """Return the marks of a step as if skipped blocks had done what the block did that is counted for them.
-
-    Args:
-        marks: of the step, without marks of the skipped blocks.
-        standing: as `cut` returns it.
-
-    """
+    """Return the marks of a step as if skipped blocks had done what the block did that `cut` counts for them."""
     # with the changes of the level and of the host's, and the peak's rise above the level before
     moments: list[tuple[Moment, int, int, int]] = []
     level = host = 0

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -130,11 +131,8 @@ class Meter(OperationMode):
         fake = sets and isinstance(args[0], FakeTensor)
         with disable_fake_tensor_cache(args[0].fake_mode) if fake else nullcontext():  # it would hold the memory
             result = func(*args, **kwargs)
-        no_work = (
-            sets or func.namespace == "prim" or func is torch.ops.aten.detach.default
-        )  # a question, or a name
-        if no_work or self.paused:
-            return result
+        if sets or self.paused or func.namespace == "prim" or func is torch.ops.aten.detach.default:
+            return result  # no work: a question, or a name
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
                 self.born(leaf)
@@ -183,10 +181,7 @@ class MeteredLink:
     Both directions share one queue, beside which the device computes. The host runs ahead of the device: when it
     asks, no copy is done. So as much memory waits for copies as may.
 
-    Args:
-        meter: whose clock runs on while something waits for a copy.
-        bandwidth: bytes a second.
-
+    The meter's clock runs on while something waits for a copy. The bandwidth is in bytes a second.
     """
 
     def __init__(self, meter: Meter, bandwidth: float) -> None:
@@ -219,11 +214,8 @@ class MeteredLink:
         self._meter.spend(Work(max(event - self._meter.clock, 0.0)))
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        self._meter.paused = True
-        try:
+        with mock.patch.object(self._meter, "paused", True):
             return tensor.clone()
-        finally:
-            self._meter.paused = False
 
     def _freed(self, size: int) -> None:
         self._meter.host -= size

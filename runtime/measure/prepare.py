@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
 from types import ModuleType
@@ -19,8 +19,7 @@ from torch import nn
 
 from fitact.base import FitactError, JobError, UsageError, few, integer, one_line, quote
 
-from .fakes import fake_copy
-from .subjects import Patterns, Source, Subject, blocks_of, converted, without_weights
+from .subjects import Patterns, Source, Subject, blocks_of, converted, fake_copy, without_weights
 
 LORA_RANK = 8
 
@@ -81,19 +80,8 @@ def prepare(
 ) -> Subject:
     """Build a model and its inputs.
 
-    Args:
-        source: where they come from.
-        training: what is trained; by default what needs gradients.
-        batch: batch size of the inputs.
-        seq: tokens per row of the inputs.
-        dtype: dtype of all floating-point parameters, buffers and inputs.
-        fake: whether to use fake tensors, which allocate nothing.
-        autocast: as in `Subject`.
-        device: as in `Subject`.
-        blocks: as in `Subject`.
-
-    Returns:
-        The model, in training mode, and its inputs.
+    Inputs have `batch` rows of `seq` tokens. All floating-point parameters, buffers and inputs have the dtype; if
+    fake, they allocate nothing. By default what needs gradients is trained. The rest is as in `Subject`.
 
     Raises:
         UsageError: the model cannot be built, or does not take this `batch` and `seq`; the message says why.
@@ -109,18 +97,18 @@ def prepare(
     longest = source.longest(model)
     if longest is not None and seq > longest:
         raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")
-    model.train()
     training = training or Training()
     with without_weights(fake):
-        training.apply(model)
+        training.apply(model.train())
     blocks_of(model, blocks)  # raises what is wrong with the patterns
     model.to(dtype)
     mode = None
     if fake:
         model, mode = fake_copy(model)  # after the checks: the first mode takes two seconds
-    call = converted(inputs, mode, dtype)
-    subject = Subject(source.name, model, call, mode, autocast, device, blocks, source=source, dtype=dtype)
-    return replace(subject, training=str(training), inputs=source.sizes(batch, seq))
+    return Subject(
+        source.name, model, converted(inputs, mode, dtype), mode, autocast, device, blocks, source=source,
+        dtype=dtype, training=str(training), inputs=source.sizes(batch, seq),
+    )  # fmt: skip
 
 
 def some(names: Iterable[str]) -> str:

@@ -103,43 +103,39 @@ class Block(nn.Module):
 Example = tuple[nn.Module, Tensor]
 
 
-def _with_input(model: nn.Module, batch: int, seq: int, hidden: int = HIDDEN) -> Example:
-    return model, torch.randn(batch, seq, hidden)
-
-
 def gelu_mlp(batch: int = 2, seq: int = 4096) -> Example:
     """1024 → 4096 → 1024 with GELU."""
-    return _with_input(MLP(nn.GELU()), batch, seq)
+    return MLP(nn.GELU()), torch.randn(batch, seq, HIDDEN)
 
 
 def relu_mlp(batch: int = 2, seq: int = 4096) -> Example:
     """1024 → 4096 → 1024 with ReLU."""
-    return _with_input(MLP(nn.ReLU()), batch, seq)
+    return MLP(nn.ReLU()), torch.randn(batch, seq, HIDDEN)
 
 
 def relu2_mlp(batch: int = 2, seq: int = 4096) -> Example:
     """1024 → 4096 → 1024 with relu(x)²."""
-    return _with_input(MLP(ReLUSquared()), batch, seq)
+    return MLP(ReLUSquared()), torch.randn(batch, seq, HIDDEN)
 
 
 def swiglu_mlp(batch: int = 2, seq: int = 4096) -> Example:
     """1024 → 4096 → 1024 with a SiLU gate."""
-    return _with_input(GatedMLP(nn.SiLU()), batch, seq)
+    return GatedMLP(nn.SiLU()), torch.randn(batch, seq, HIDDEN)
 
 
 def gelu_block(batch: int = 2, seq: int = 4096) -> Example:
     """Block with GELU, fused attention of 2 heads, hidden 1024, no dropout."""
-    return _with_input(Block(nn.GELU()), batch, seq)
+    return Block(nn.GELU()), torch.randn(batch, seq, HIDDEN)
 
 
 def relu_block(batch: int = 2, seq: int = 4096) -> Example:
     """Block with ReLU, fused attention of 2 heads, hidden 1024, no dropout."""
-    return _with_input(Block(nn.ReLU()), batch, seq)
+    return Block(nn.ReLU()), torch.randn(batch, seq, HIDDEN)
 
 
 def composed_block(batch: int = 1, seq: int = 2048) -> Example:
     """Block of the formula 34bsh + 5bs²a: attention not fused, 16 heads, hidden 1024, three dropouts."""
-    return _with_input(Block(nn.GELU(), 16, HIDDEN, fused=False, dropout=0.1), batch, seq)
+    return Block(nn.GELU(), 16, HIDDEN, fused=False, dropout=0.1), torch.randn(batch, seq, HIDDEN)
 
 
 def closed_form(batch: int, seq: int, hidden: int, heads: int, element: int = 2) -> dict[str, int]:

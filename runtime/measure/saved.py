@@ -36,17 +36,8 @@ ACTIVATIONS = frozenset(
 ATTENTION = frozenset(["multi_head_attention_forward", "scaled_dot_product_attention"])
 LOSSES = frozenset(["cross_entropy", "nll_loss", "log_softmax", "mse_loss", "binary_cross_entropy_with_logits"])
 # Operators, by the names of their functions.
-PLAIN = {
-    "rmul": "mul",
-    "radd": "add",
-    "rsub": "sub",
-    "rtruediv": "div",
-    "truediv": "div",
-    "rmatmul": "matmul",
-    "rpow": "pow",
-    "native_dropout": "dropout",
-}
-
+PLAIN = {f"r{name}": name for name in ("mul", "add", "sub", "matmul", "pow")}
+PLAIN |= {"rtruediv": "div", "truediv": "div", "native_dropout": "dropout"}
 
 # Kinds of operations that save: `product` is a gate's, `weights` a copy of parameters in another dtype; a
 # `checkpoint` saves what its block is given.
@@ -144,31 +135,25 @@ class Saved:
             A function to call if the tensor turns out not to be saved.
 
         """
-        if tensor.layout is not torch.strided:
+        key = storage_id(tensor)
+        if tensor.layout is not torch.strided or key in self.owned:
             return lambda: None
-        storage = tensor.untyped_storage()
-        key = storage_id(storage)
-        if key not in self.owned:
-            self._add(tensor, key, storage, kind)
-        return functools.partial(self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.times[key] -= 1
-        if key in self.storages and not self.times[key] and self in counts:
-            del self.storages[key], self.records[key], self.versions[key]
-
-    def _add(self, tensor: Tensor, key: int, storage: torch.UntypedStorage, kind: str) -> None:
         self.times[key] += 1
-        before = self.records.get(key) if key in self.storages else None
+        storage, before = tensor.untyped_storage(), self.records.get(key) if key in self.storages else None
         if before is None:
             self.storages[key] = storage
             self.versions[key] = tensor.detach(), version_of(tensor)
         if self.place is None:
             self.records[key] = SavedStorage(storage.nbytes())
         elif before is None or before.kind == "activation":
-            self.records[key] = self.place.record(storage)
-            if kind:
-                self.records[key] = replace(self.records[key], kind=kind)
+            record = self.place.record(storage)
+            self.records[key] = replace(record, kind=kind) if kind else record
+        return functools.partial(self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.times[key] -= 1
+        if key in self.storages and not self.times[key] and self in counts:
+            del self.storages[key], self.records[key], self.versions[key]
 
 
 counts: list[Saved] = []  # that are open
@@ -345,13 +330,7 @@ def gpu_kernels() -> Iterator[None]:
 
     @functools.wraps(attention)
     def fused(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *more: Any,
-        **given: Any,
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **given: Any
     ) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, *more, **given)
 

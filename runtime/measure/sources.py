@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from fitact.base import UsageError, integer, near, one_line, quote
-from fitact.runtime.restore import Inputs
+from fitact.runtime.restore import Inputs, runner
 
 from .prepare import imported
 from .subjects import Example, Source
@@ -69,28 +69,22 @@ def hugging_face(
     if head not in HEADS:
         raise UsageError(f"no head {quote(head)}: expected {', '.join(HEADS)}")
 
-    def make() -> nn.Module:
+    inputs = partial(_transformers_inputs, head)
+
+    def build(batch: int, seq: int) -> Example:
         config = transformers.AutoConfig.for_model(kind, **sizes)
         if hasattr(config, "use_cache"):
             config.use_cache = False
         if image is not None:
             config.image_size = image
         auto = getattr(transformers, HEADS[head])
-        model: nn.Module
         try:
             model = auto.from_config(config, attn_implementation=attention or "sdpa")
         except ValueError:
             if attention is not None:
                 raise
             model = auto.from_config(config, attn_implementation="eager")
-        return model
-
-    def build(batch: int, seq: int) -> Example:
-        model = make()
         return model, inputs(model, batch, seq)
-
-    def inputs(model: nn.Module, batch: int, seq: int) -> Inputs:
-        return _transformers_inputs(model, head, batch, seq)
 
     images = head == "image" or kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
     varies = frozenset(("batch",) if images else ("batch", "seq"))
@@ -111,7 +105,7 @@ def _usual_head(kind: str) -> str:
     return "image" if kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES") else "none"
 
 
-def _transformers_inputs(model: Any, head: str, batch: int, seq: int) -> Inputs:
+def _transformers_inputs(head: str, model: Any, batch: int, seq: int) -> Inputs:
     config = model.config
     given: dict[str, Tensor] = {}
     if model.main_input_name == "input_ids":
@@ -186,26 +180,17 @@ def from_callable(call: Callable[..., Any] | str) -> Source:
         UsageError: there is no such function.
 
     """
-    name, function = _named(call)
-    varies = _varies(function)
+    name, varies, made = _named(call)
 
     def build(batch: int, seq: int) -> Example:
-        wanted = partial(function, **_sizes(varies, batch, seq))
         try:
-            result = wanted()
-        except (Exception, SystemExit):
+            result = made(batch, seq)
+        except UsageError:
             with torch.device("cpu"):
-                try:
-                    result = wanted()
-                except (Exception, SystemExit) as error:
-                    raise UsageError(f"{name}: it failed: {one_line(error)}") from error
+                result = made(batch, seq)
         match result:
-            case (nn.Module() as model, Tensor() as tensor):
-                return model, Inputs((tensor,))
-            case (nn.Module() as model, tuple() | list() as args):
-                return model, Inputs(tuple(args))
-            case (nn.Module() as model, dict() as kwargs):
-                return model, Inputs((), kwargs)
+            case (nn.Module() as model, (Tensor() | tuple() | list() | dict()) as inputs):
+                return model, cast("Inputs", runner(inputs))
         raise UsageError(f"{name}: expected a model and its inputs, got {quote(result)}")
 
     return Source(name, build, lambda _, batch, seq: build(batch, seq)[1], varies)
@@ -225,11 +210,8 @@ def model_and_batches(call: str, batch: int, seq: int) -> tuple[nn.Module, Itera
         UsageError: there is no such function, it fails, or it returns something else.
 
     """
-    name, function = _named(call)
-    try:
-        result = function(**_sizes(_varies(function), batch, seq))
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{name}: it failed: {one_line(error)}") from error
+    name, _, made = _named(call)
+    result = made(batch, seq)
     match result:
         case (nn.Module() as model, (Tensor() | tuple() | list() | dict()) as inputs):
             return model, [inputs]
@@ -240,25 +222,26 @@ def model_and_batches(call: str, batch: int, seq: int) -> tuple[nn.Module, Itera
     )
 
 
-def _named(call: Callable[..., Any] | str) -> tuple[str, Callable[..., Any]]:
-    if isinstance(call, str):
-        return call, _function(call)
-    return getattr(call, "__qualname__", type(call).__name__), call
-
-
-def _varies(function: Callable[..., Any]) -> frozenset[str]:
-    """Return which of `"batch"` and `"seq"` a function takes."""
+def _named(call: Callable[..., Any] | str) -> tuple[str, frozenset[str], Callable[[int, int], Any]]:
+    """Return a function's name, which of `"batch"` and `"seq"` it takes, and what calls it with these."""
+    name = call if isinstance(call, str) else getattr(call, "__qualname__", type(call).__name__)
+    function = _function(call) if isinstance(call, str) else call
     try:
-        return frozenset(inspect.signature(function).parameters) & {"batch", "seq"}
+        varies = frozenset(inspect.signature(function).parameters) & {"batch", "seq"}
     except (TypeError, ValueError):
-        return frozenset()
+        varies = frozenset()
+
+    def made(batch: int, seq: int) -> Any:
+        sizes = {"batch": batch, "seq": seq}
+        try:
+            return function(**{size: sizes[size] for size in varies})
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{name}: it failed: {one_line(error)}") from error
+
+    return name, varies, made
 
 
-def _sizes(varies: frozenset[str], batch: int, seq: int) -> dict[str, int]:
-    return {key: value for key, value in (("batch", batch), ("seq", seq)) if key in varies}
-
-
-def _function(place: str) -> Callable[..., Any]:
+def _function(place: str) -> Any:
     module_name, _, name = place.partition(":")
     if not module_name or not name:
         raise UsageError(f"{quote(place)}: expected MODULE:CALLABLE, such as my_models:tiny")
@@ -271,5 +254,4 @@ def _function(place: str) -> Callable[..., Any]:
     if not callable(function):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UsageError(f"{module_name}: it has no callable {quote(name)}{near(name, there)}")
-    callee: Callable[..., Any] = function
-    return callee
+    return function

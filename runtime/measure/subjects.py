@@ -6,7 +6,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fitact.base import FitactError, UsageError, few, one_line, quote
 from fitact.runtime.restore import (
     NO_VALUES,
+    Copying,
     Inputs,
     Runner,
     check_initialised,
@@ -31,9 +32,15 @@ from fitact.runtime.restore import (
     runner,
     unchanged,
 )
-from fitact.runtime.torch_internals import BATCH_NORM, FakeTensorMode, quiet_fake_tensors, tree_leaves
+from fitact.runtime.torch_internals import (
+    BATCH_NORM,
+    FakeTensor,
+    FakeTensorMode,
+    fake_mode,
+    quiet_fake_tensors,
+    tree_leaves,
+)
 
-from .fakes import fake, fake_copy, faked
 from .modes import OperationMode
 from .saved import gpu_kernels
 
@@ -118,9 +125,8 @@ class Subject:
     @contextmanager
     def environment(self) -> Iterator[None]:
         """Enter what surrounds a step."""
-        with ExitStack() as stack:
-            stack.enter_context(without_memory(self.mode) if self.mode else without_packing())
-            stack.enter_context(gpu_kernels() if self.device == "cuda" else nullcontext())
+        memory = without_memory(self.mode) if self.mode else without_packing()
+        with memory, gpu_kernels() if self.device == "cuda" else nullcontext():
             yield
 
     def casting(self) -> AbstractContextManager[Any]:
@@ -152,6 +158,31 @@ class Subject:
             return self.forward()
 
 
+def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
+    """Return a copy of a model with fake tensors, and their mode: the model's own, or a new one."""
+    tensors = (*model.parameters(), *model.buffers())
+    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mode = modes[0] if modes else fake_mode()
+    made = partial(fake, mode)
+    with Copying(made, made):
+        return copy.deepcopy(model), mode
+
+
+def fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return a fake tensor like another; like one without memory, on the CPU."""
+    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return mode.from_tensor(tensor)
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def faked(run: Runner, mode: FakeTensorMode) -> Runner:
+    """Return what runs a model with fake inputs; a function of the user's makes its own."""
+    return run.mapped(partial(fake, mode)) if isinstance(run, Inputs) else run
+
+
 def without_weights(fake: bool) -> Any:
     """Return a context in which new tensors have no memory, if they are to be fake."""
     return torch.device("meta") if fake else nullcontext()
@@ -176,12 +207,7 @@ def copied(
 ) -> Subject:
     """Return a user's model as a subject, copied as fake tensors, or with its values where it reads them.
 
-    Args:
-        model: the model, which is not changed.
-        example_inputs: as for `fitact.convert`.
-        autocast: as in `Subject`.
-        device: as in `Subject`.
-        blocks: as in `Subject`.
+    The model is not changed. `example_inputs` are as for `fitact.convert`, the others as in `Subject`.
 
     Raises:
         UsageError: it is no nn.Module, or cannot be copied or run.
@@ -247,13 +273,8 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
     """Look at a model several times; each time it may be changed, and run.
 
     It is run as it trains: in its own mode, or in training mode if it is in evaluation mode as a whole. Every look
-    starts from the same state. Fake copies are run; where that is not possible, because the model looks at values,
-    the model itself is run, and restored.
-
-    Args:
-        model: the model, which is unchanged in the end, as the generators of random numbers are.
-        run: runs it.
-        looks: functions of the model, or of a fake copy, and of what runs it.
+    takes the model and what runs it, and starts from the same state. Fake copies are run; where that is not
+    possible, because the model looks at values, the model itself is run, and restored, as the generators are.
 
     Raises:
         UsageError: the model cannot be run, or is sharded.
@@ -294,15 +315,7 @@ def tensors_of(run: Runner, model: nn.Module) -> list[Tensor]:
 
 
 def matching(paths: Collection[str], given: Patterns, name: str, what: str) -> list[str]:
-    """Return the paths that patterns match, each of which must match one.
-
-    Args:
-        paths: all paths.
-        given: the patterns.
-        name: of the argument, for the UsageError.
-        what: has these paths, likewise.
-
-    """
+    """Return the paths that patterns match; a UsageError for one without names the argument and what has paths."""
     patterns = [given] if isinstance(given, str) else given or ()
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):

@@ -12,7 +12,7 @@ dropout, a residual sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,9 @@ def ms_rms_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float
 class _Norm(nn.Module):
     """A norm without parameters; `weight` and `bias` are None, as in PyTorch's norms without them."""
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
+    centred: ClassVar[bool]
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None) -> None:
         super().__init__()
         self.normalized_shape = _shape(normalized_shape)
         self.eps = eps
@@ -83,6 +85,10 @@ class _Norm(nn.Module):
     def extra_repr(self) -> str:
         """Return shape and epsilon, as PyTorch's norms print them."""
         return f"{self.normalized_shape}, eps={self.eps}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the norm of a tensor of any shape that ends in `normalized_shape`."""
+        return _norm(type(self).__name__, input, self.normalized_shape, self.eps, centred=self.centred)
 
 
 class MSLayerNorm(_Norm):
@@ -94,12 +100,10 @@ class MSLayerNorm(_Norm):
 
     """
 
+    centred = True
+
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> None:
         super().__init__(normalized_shape, eps)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `ms_layer_norm` of a tensor of any shape that ends in `normalized_shape`."""
-        return _norm("MSLayerNorm", input, self.normalized_shape, self.eps, centred=True)
 
 
 class MSRMSNorm(_Norm):
@@ -111,12 +115,7 @@ class MSRMSNorm(_Norm):
 
     """
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None) -> None:
-        super().__init__(normalized_shape, eps)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `ms_rms_norm` of a tensor of any shape that ends in `normalized_shape`."""
-        return _norm("MSRMSNorm", input, self.normalized_shape, self.eps, centred=False)
+    centred = False
 
 
 def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -133,24 +132,15 @@ def _norm(
     check_dtype(name, x)
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{name}: expected a tensor whose shape ends in {shape}, got {tuple(x.shape)}")
-    if mesh_of(x) is not None:
-        return _distributed(x, len(shape), eps, centred)
-    return _apply(x, len(shape), eps, centred)
+    key, dim = LAYER if centred else RMS, x.dim() - len(shape)
+    eps = torch.finfo(arithmetic_dtype(x)).eps if eps is None else eps
 
-
-def _apply(x: Tensor, dims: int, eps: float | None, centred: bool) -> Tensor:
-    if eps is None:
-        eps = torch.finfo(arithmetic_dtype(x)).eps
-    columns = x.shape[x.dim() - dims :].numel()
-    return differentiable(
-        x.contiguous(), None, autocast_dtype(x), LAYER if centred else RMS, inner=columns or 1, eps=eps
-    )
-
-
-def _distributed(x: Any, dims: int, eps: float | None, centred: bool) -> Tensor:
-    """Return the norm of a DTensor, with the same placements; each process has whole rows."""
+    def of_rows(x: Tensor, _: Any = None) -> Tensor:
+        inner = x.shape[dim:].numel() or 1
+        return differentiable(x.contiguous(), None, autocast_dtype(x), key, inner=inner, eps=eps)
 
     def whole(placement: Any) -> bool:
-        return not placement.is_partial() and (placement.is_replicate() or placement.dim < x.dim() - dims)
+        """Whether each process has whole rows of a DTensor."""
+        return not placement.is_partial() and (placement.is_replicate() or placement.dim < dim)
 
-    return sharded(x, lambda shard, _: _apply(shard, dims, eps, centred), whole, contiguous=True)
+    return of_rows(x) if mesh_of(x) is None else sharded(x, of_rows, whole, contiguous=True)

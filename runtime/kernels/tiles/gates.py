@@ -29,11 +29,12 @@ def _start(x, first, width, stride):
 
 
 @jit
-def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
+def _load(place, offset, left, whole: tl.constexpr):
     """Return a row of elements, float32, 0 where the tensor has ended.
 
-    x, behind: as `_start` returns them. offset: of the row in its tile.
+    place: what `_start` returns, width and stride. offset: of the row in its tile.
     """
+    x, behind, width, stride = place
     column = tl.arange(0, COLUMNS)
     if width is None:
         at = x + offset + column
@@ -46,13 +47,9 @@ def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
 
 
 @jit
-def _forward_row(
-    g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
-    b: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
+def _forward_row(g, u, h, offset, left, a: tl.constexpr, b: tl.constexpr, whole: tl.constexpr):
     """Write h of a row."""
-    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
-    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
+    x, y = _load(g, offset, left, whole), _load(u, offset, left, whole)
     dtype: tl.constexpr = h.dtype.element_ty
     column = tl.arange(0, COLUMNS)
     value = a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32)
@@ -67,14 +64,12 @@ def _forward_rows(
     """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
+    at_g, at_u = (g, behind_g, width_g, stride_g), (u, behind_u, width_u, stride_u)
     h += first
     for row in range(HALF):
         for half in tl.static_range(2):
             offset = row * COLUMNS + half * HALF * COLUMNS
-            _forward_row(
-                g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b,
-                whole,
-            )  # fmt: skip
+            _forward_row(at_g, at_u, h, offset, left - offset, a, b, whole)
 
 
 @jit
@@ -92,16 +87,15 @@ def gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.co
 
 @jit
 def _backward_row(
-    dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
-    da: tl.constexpr, b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
+    dh, g, u, dg, du, offset, left, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr, db: tl.constexpr,
+    whole: tl.constexpr,
 ):  # fmt: skip
     """Write dg and du of a row; everything is read before anything is written, so each tensor is read once."""
     dtype: tl.constexpr = dh.dtype.element_ty
     column = tl.arange(0, COLUMNS)
     inside = column < left
     grad = load(dh + offset + column, inside, whole)
-    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
-    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
+    x, y = _load(g, offset, left, whole), _load(u, offset, left, whole)
     if dg is not None:
         passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         value = passed * da(x)
@@ -125,13 +119,11 @@ def _backward_rows(
         du += first
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
+    at_g, at_u = (g, behind_g, width_g, stride_g), (u, behind_u, width_u, stride_u)
     for row in range(HALF):
         for half in tl.static_range(2):
             offset = row * COLUMNS + half * HALF * COLUMNS
-            _backward_row(
-                dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
-                a, da, b, db, whole,
-            )  # fmt: skip
+            _backward_row(dh, at_g, at_u, dg, du, offset, left - offset, a, da, b, db, whole)
 
 
 @jit

@@ -141,10 +141,11 @@ def _gradients(
 
 @jit
 def _beside(
-    dy, saved, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, whole: tl.constexpr,
+    tensors, part, left, channels, rows, derivative: tl.constexpr, gradient: tl.constexpr, count: tl.constexpr,
+    whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on rows of WIDTH channels that lie beside each other; `whole`: none of them is outside."""
+    dy, saved, numbers, dx, sums = tensors
     wanted: tl.constexpr = 0 if sums is None else count
     column = (left + tl.arange(0, WIDTH))[None, :]
     valid = column < channels
@@ -164,10 +165,11 @@ def _beside(
 
 @jit
 def _apart(
-    dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, whole: tl.constexpr,
+    tensors, part, channel, channels, inner, size, derivative: tl.constexpr, gradient: tl.constexpr,
+    count: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on a part of the `size` elements of one channel; `whole`: none of them is outside."""
+    dy, saved, numbers, dx, sums = tensors
     wanted: tl.constexpr = 0 if sums is None else count
     own = _loaded(numbers + channel, 1 if channels is None else channels, count)
     start = part * (BLOCK * TRIPS)
@@ -200,26 +202,20 @@ def learned_backward_block(
     dx, sums: None if not wanted; sums: (blocks of a channel, count, channels), float32. channels: None for one.
     derivative, gradient: device functions of x and of the numbers; gradient takes the number of the row, too.
     """
-    block = tl.program_id(0)
+    block, tensors = tl.program_id(0), (dy, saved, numbers, dx, sums)
     if channels is not None and inner is None:
         beside = tl.cdiv(channels, WIDTH)
         left, part = block % beside * WIDTH, (block // beside).to(tl.int64)
         if ((part + 1) * (HEIGHT * TRIPS) <= rows) & (left + WIDTH <= channels):
-            _beside(dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count, True)
+            _beside(tensors, part, left, channels, rows, derivative, gradient, count, True)
         else:
-            _beside(dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count, False)
+            _beside(tensors, part, left, channels, rows, derivative, gradient, count, False)
     else:
         if channels is None:
             part, channel, size = block.to(tl.int64), 0, rows
         else:
             part, channel, size = (block // channels).to(tl.int64), block % channels, rows * inner
         if (part + 1) * (BLOCK * TRIPS) <= size:
-            _apart(
-                dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, True,
-            )  # fmt: skip
+            _apart(tensors, part, channel, channels, inner, size, derivative, gradient, count, True)
         else:
-            _apart(
-                dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, False,
-            )  # fmt: skip
+            _apart(tensors, part, channel, channels, inner, size, derivative, gradient, count, False)
