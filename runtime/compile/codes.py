@@ -26,12 +26,7 @@ _library.define(f"decode_blocks({_PARTS}, int columns, ScalarType dtype) -> Tens
 def _encode(x: Tensor, columns: int, bits: int, signs: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes, scales and shifts of a tensor, and a tensor without elements that has its shape.
 
-    Args:
-        x: of any shape.
-        columns: length of the rows that it is cut into, a multiple of 64 that divides its size; or 64.
-        bits: as for `blocks.encode`.
-        signs: the same.
-
+    It is cut into rows of `columns` elements, a multiple of 64 that divides its size; or 64.
     """
     return *blocks.encode(x.reshape(_rows(x.numel(), columns)), bits, signs), x.new_empty(*x.shape, 0)
 

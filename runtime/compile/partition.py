@@ -72,11 +72,9 @@ class Partition:
         """Let what is saved of one storage become a code, and return the records, the first with the bytes."""
         whole, chains = _whole(group)
         value = whole.meta["val"]
-        if reason := _blocker(group, value, len(chains)):
-            return _left(group, reason)
         bits = 1 if is_mask(whole) else self._bits([tensor.reader for tensor in group])
-        if not bits:
-            return _left(group, "attention")
+        if reason := _blocker(group, value, len(chains)) or ("" if bits else "attention"):
+            return _left(group, reason)
         parts = _encode(forward, whole, bits, any(_is_compared(tensor.place) for tensor in group))
         places = _hand_over(forward, backward, group, parts)
         _decode(backward, group, places, whole, bits, chains)
@@ -115,7 +113,7 @@ def _views(node: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
 
 def _blocker(group: Group, value: Tensor, chains: int) -> str:
     """Return why a group stays as it is; `""` if it may be stored otherwise."""
-    reasons = [tensor.reason for tensor in group if tensor.reason]
+    reasons = [tensor.reader.reason for tensor in group if tensor.reader.reason]
     if chains < len(group):
         reasons.append("saved under several shapes that vary")
     if value.dim() and 0 in value.stride():

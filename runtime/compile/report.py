@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 
 import torch
 
@@ -63,44 +64,32 @@ class CompileReport:
     @property
     def before(self) -> int:
         """Bytes that the compiled graphs would save without codes, parameters and inputs among them."""
-        return sum(record.before for records in self.graphs for record in records)
+        return sum(record.before for record in chain(*self.graphs))
 
     @property
     def after(self) -> int:
         """Bytes that they save."""
-        return sum(record.after for records in self.graphs for record in records)
+        return sum(record.after for record in chain(*self.graphs))
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-
-def _lines(report: CompileReport) -> Iterator[str]:
-    if not report.graphs:
-        yield "no graph was compiled: run the model forward with gradients. PyTorch's cache hides those it has"
-        return
-    groups: dict[tuple[object, ...], list[SavedRecord]] = {}
-    for record in (record for records in report.graphs for record in records):
-        like = (record.operation, record.shape, record.dtype, record.kind, record.bits, record.reason)
-        groups.setdefault(like, []).append(record)
-    head = ("saved", "", "shape", "dtype", "bytes", "then", "kind", "stored", "error")
-    yield from columns([head, *map(_row, groups.values())], "<><<>><<>")
-    share = 100 * report.after / max(report.before, 1)
-    yield f"saved for backward: {report.after:,} bytes instead of {report.before:,}, {share:.1f} %"
+        if not self.graphs:
+            return (
+                "no graph was compiled: run the model forward with gradients. PyTorch's cache hides those it has"
+            )
+        groups: dict[SavedRecord, list[SavedRecord]] = {}  # of records that differ by their bytes alone
+        for record in chain(*self.graphs):
+            groups.setdefault(replace(record, before=0, after=0), []).append(record)
+        head = ("saved", "", "shape", "dtype", "bytes", "then", "kind", "stored", "error")
+        lines = columns([head, *map(_row, groups.values())], "<><<>><<>")
+        share = f"{100 * self.after / max(self.before, 1):.1f} %"
+        return "\n".join([*lines, f"saved for backward: {self.after:,} bytes instead of {self.before:,}, {share}"])
 
 
 def _row(group: Sequence[SavedRecord]) -> tuple[str, ...]:
     first = group[0]
-    sizes = [
-        f"{sum(numbers):,}" for numbers in zip(*((record.before, record.after) for record in group), strict=True)
-    ]
+    count = f"×{len(group)}" if len(group) > 1 else ""
+    dtype = str(first.dtype).removeprefix("torch.")
+    before, after = (f"{sum(getattr(record, what) for record in group):,}" for what in ("before", "after"))
     stored = f"as it is: {first.reason}" if first.bits is None else f"{first.bits} bits" if first.error else "bits"
-    return (
-        first.operation,
-        f"×{len(group)}" if len(group) > 1 else "",
-        "×".join(first.shape),
-        str(first.dtype).removeprefix("torch."),
-        *sizes,
-        first.kind,
-        stored,
-        f"{100 * first.error:.2g} %" if first.error else "",
-    )
+    error = f"{100 * first.error:.2g} %" if first.error else ""
+    return first.operation, count, "×".join(first.shape), dtype, before, after, first.kind, stored, error

@@ -39,8 +39,7 @@ class SavedTensor(NamedTuple):
         node: of the forward graph.
         place: the placeholder of the backward graph that receives it.
         base: what it is a view of, perhaps itself.
-        reader: what reads it.
-        reason: why it stays as it is; `""` if it may be stored otherwise.
+        reader: what reads it, or why it stays as it is.
 
     """
 
@@ -48,7 +47,6 @@ class SavedTensor(NamedTuple):
     place: fx.Node
     base: fx.Node
     reader: Reader
-    reason: str
 
 
 class Reader(NamedTuple):
@@ -56,7 +54,7 @@ class Reader(NamedTuple):
 
     Attributes:
         kind: the tensor's, of `quantising.KINDS`; `""` if it has none.
-        reason: why it is none.
+        reason: why it stays as it is; `""` if it may be stored otherwise.
         sharp: whether attention reads what is computed from the tensor, or it is the result of a tanh.
         fused: whether fused attention does.
 
@@ -118,23 +116,18 @@ def base_of(node: fx.Node) -> fx.Node:
 def saved(
     forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int], inputs: bool
 ) -> Iterator[SavedTensor]:
-    """Yield what the forward graph hands to the backward graph.
+    """Yield what the forward graph hands to the backward graph, whose placeholders have the names of its outputs.
 
-    Args:
-        forward: the forward graph.
-        backward: the backward graph, whose placeholders have the names of what they receive.
-        outputs: how many of the forward graph's outputs, from the first on, are the model's own.
-        owned: which of the inputs are parameters and buffers.
-        inputs: whether other inputs may be stored otherwise.
-
+    The first `outputs` of the forward graph's outputs are the model's own. Of its inputs, those `owned` are
+    parameters and buffers, and the others may be stored otherwise if `inputs` says so.
     """
     graph = _Graph(forward, outputs, owned, inputs)
     places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for node in graph.results[outputs:]:
         if value_of(node) is not None:
             reason = graph.reason(node)
-            reader = Reader("") if reason or is_mask(node) else graph.reader(node)
-            yield SavedTensor(node, places[node.name], base_of(node), reader, reason or reader.reason)
+            reader = Reader("", reason) if reason or is_mask(node) else graph.reader(node)
+            yield SavedTensor(node, places[node.name], base_of(node), reader)
 
 
 class _Graph:
@@ -152,11 +145,8 @@ class _Graph:
         self.loss = _loss(returned)
         self.weights = {node for i, node in enumerate(given) if i in owned}
         for node in self.nodes:
-            if (
-                node.op == "call_function"
-                and node.all_input_nodes
-                and self.weights.issuperset(node.all_input_nodes)
-            ):
+            sources = node.all_input_nodes
+            if node.op == "call_function" and sources and self.weights.issuperset(sources):
                 self.weights.add(node)
 
     def reason(self, node: fx.Node) -> str:
@@ -197,8 +187,7 @@ class _Graph:
                 todo |= {self.places[user] for user in current.users}
         first = first or Reader("", "read by nothing that is quantised")
         made = None if first.reason == SOFTMAX else self._made(base)
-        read = made or first
-        return Reader(read.kind, read.reason, sharp or base.target is aten.tanh.default, fused)
+        return (made or first)._replace(sharp=sharp or base.target is aten.tanh.default, fused=fused)
 
     def _reads(self, node: fx.Node, passing: Collection[fx.Node]) -> Reader | None:
         """Return what a node is as a reader of the nodes that are found; None if it passes their elements on."""

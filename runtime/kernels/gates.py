@@ -36,15 +36,14 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     """Return the gate of g and u, saving both for backward.
 
     Args:
-        g: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
-            computes its own shard; a partial DTensor is summed over the processes first.
+        g: as x of `apply`.
         u: of the shape, dtype and device of g; its strides may differ. A DTensor of the same mesh if g is one; it
             gets the placements of g.
         key: the key of a registered gate.
 
     Returns:
-        A tensor of the shape and dtype of g, laid out like `torch.empty_like` of g. It carries a
-        way to recompute it from g and u, for a context of `fitact.saving`.
+        A tensor of the shape and dtype of g, laid out like `torch.empty_like` of g. It carries a way to recompute
+        it from g and u, for a context of `fitact.saving`.
 
     Raises:
         TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them

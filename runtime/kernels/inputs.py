@@ -135,26 +135,18 @@ def like(y: Tensor, x: Tensor) -> Tensor:
 def sharded(
     x: Any, run: Callable[[Tensor, list[Any]], Tensor], stays: Callable[[Any], bool], *, contiguous: bool = False
 ) -> Tensor:
-    """Return a DTensor of what each process computes of its own shard.
+    """Return a DTensor of what each process computes of its shard of the DTensor x: `run(shard, placements)`.
 
-    Args:
-        x: a DTensor.
-        run: called with the process's shard and the placements.
-        stays: whether a placement can stay; else the tensor is gathered along it first.
-        contiguous: whether the result is laid out so, and not like x.
-
+    x is gathered first along a placement that does not stay. The result is laid out like x, or contiguous.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [placement if stays(placement) else Replicate() for placement in x.placements]
     if placements != list(x.placements):
         x = x.redistribute(placements=placements)
-    alone = torch.empty_strided(x.shape, x.stride(), device="meta")
-    laid_out = torch.empty_like(
-        alone, memory_format=torch.contiguous_format if contiguous else torch.preserve_format
-    )
+    alone, order = torch.empty_strided(x.shape, x.stride(), device="meta"), torch.preserve_format
+    stride = torch.empty_like(alone, memory_format=torch.contiguous_format if contiguous else order).stride()
     y: Tensor = DTensor.from_local(
-        run(x.to_local(), placements), x.device_mesh, placements, run_check=False, shape=x.shape,
-        stride=laid_out.stride(),
-    )  # fmt: skip
+        run(x.to_local(), placements), x.device_mesh, placements, run_check=False, shape=x.shape, stride=stride
+    )
     return y

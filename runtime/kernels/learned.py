@@ -40,8 +40,7 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     """Return the formula of x, saving for backward x and the numbers.
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
-            keeps its own shard; a partial DTensor is summed over the processes first.
+        x: as for `apply`.
         numbers: the learned parameters, in the formula's order; each has one element, or one for each channel,
             of any shape; DTensors of the mesh of x if x is one. The arithmetic is in float32, or in float64 if x
             is.
@@ -49,8 +48,8 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         key: the key of a registered formula.
 
     Returns:
-        A tensor of the shape and dtype of x, laid out like `torch.empty_like` of x. It carries a way
-        to recompute it, for a context of `fitact.saving`.
+        A tensor of the shape and dtype of x, laid out like `torch.empty_like` of x. It carries a way to recompute
+        it, for a context of `fitact.saving`.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others
@@ -248,17 +247,14 @@ class LearnedModule(nn.Module):
     ) -> None:
         super().__init__()
         formula = find(self.key)
-        wide = [number.name for number in formula.numbers if number.channel]
+        name, wide = formula.name, [number.name for number in formula.numbers if number.channel]
         if wide and channels is None:
-            raise TypeError(f"{formula.name}: expected channels, the size of {' and '.join(wide)}")
+            raise TypeError(f"{name}: expected channels, the size of {' and '.join(wide)}")
         if channels is not None and not wide:
-            raise TypeError(
-                f"{formula.name}: expected no channels, as it has one of each number, got {channels!r}"
-            )
+            raise TypeError(f"{name}: expected no channels, as it has one of each number, got {channels!r}")
         if channels is not None and not (type(channels) is int and channels > 0):
-            raise ValueError(f"{formula.name}: channels: expected a positive number, got {channels!r}")
-        self.channels = channels
-        self.dim = dim
+            raise ValueError(f"{name}: channels: expected a positive number, got {channels!r}")
+        self.channels, self.dim = channels, dim
         for number in formula.numbers:
             size = (channels or 1) if number.channel else 1
             start = torch.full((size,), number.start, device=device, dtype=dtype)

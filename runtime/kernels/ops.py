@@ -1,16 +1,10 @@
 """The two ops that run every kernel, and their autograd.
 
-    fitact::forward(
-        Tensor x, Tensor? other, SymInt inner, float eps, int[]? dims, int dtype, str key
-    ) -> (Tensor y, Tensor codes)
-    fitact::backward(
-        Tensor dy, Tensor? saved, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool, bool, str key
-    ) -> (Tensor dx, Tensor gradient of other)
-
-In a standalone folder, which has a copy of this file, they have the folder's own namespace. `other` is a gate's u
-or the learned parameters, `saved` is x or y, what a kind does not have is None. The two bools say which gradients
-are wanted; one that is not is an empty tensor. `dtype` is that of y in forward, and of the gradient of x
-in backward, as its place in DTYPES: before 2.12, programs compiled ahead of time misread PyTorch's own dtypes.
+`forward` returns y and the codes, `backward` the gradients of x and of `other`, which is a gate's u or the learned
+parameters. `saved` is x or y; what a kind does not have is None, and a gradient that is not wanted is empty.
+`dtype` is that of y in forward, and of the gradient of x in backward, as its place in DTYPES: before 2.12,
+programs compiled ahead of time misread PyTorch's own dtypes. In a standalone folder, which has a copy of this
+file, the ops have the folder's own namespace.
 
 To PyTorch they are opaque: a compiler cannot look inside, save x and compute the codes again. The key, a hash of
 the fit and of the generated text, finds the kernel; so a compiled graph holds no Python object. On CUDA (and ROCm)
@@ -72,16 +66,16 @@ def differentiable(
 
     Where that is x, how to recompute y is stated on its storage, for a context of `fitact.saving`.
     """
-    arguments = x, other, inner, eps, dims, NUMBER[dtype], key
+    rest = inner, eps, dims, NUMBER[dtype], key
     if torch.compiler.is_compiling():
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
-        compiled: Tensor = ops.forward(*arguments)[0]
+        compiled: Tensor = ops.forward(x, other, *rest)[0]
         return compiled
-    y: Tensor = KernelFunction.apply(*arguments)[0]
+    y: Tensor = KernelFunction.apply(x, other, *rest)[0]
     kernel = find(key)
     if other is None or not kernel.saves_input:
         return y
-    return offer_recompute(y, lambda x, other: ops.forward(x, other, *arguments[2:])[0], x, other)
+    return offer_recompute(y, lambda x, other: ops.forward(x, other, *rest)[0], x, other)
 
 
 # ------------------------------------------------------------------------------------------------------ the passes

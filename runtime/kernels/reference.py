@@ -136,23 +136,15 @@ def backward(
 ) -> Tensor:
     """Return dy · derivative(y, code), rounded once to `dtype`, with the shape of dy.
 
-    Args:
-        dy: the gradient of the output, contiguous.
-        y: the output, contiguous, or None if it is not saved.
-        codes: as `encode` returns them; None if `bits` is 0.
-        bits: bits of a code.
-        derivative: f′.
-        dtype: dtype of the result.
-
+    dy and y are contiguous; y is None if it is not saved, and codes, as `encode` returns them, if `bits` is 0.
     """
-    flat = dy.view(-1)
-    codes = flat.new_empty(0, dtype=torch.uint8) if codes is None else codes
+    flat, codes = dy.view(-1), dy.new_empty(0, dtype=torch.uint8) if codes is None else codes
+    flat_y = dy.new_empty(0) if y is None else y.view(-1)
     if dy.numel() <= COLUMNS:  # the codes of at most a row are the words of their tile
         code = codes[: dy.numel()].to(torch.int32) if bits else codes
-        factor = derivative(flat.new_empty(0) if y is None else y.view(-1), code)
-        return torch.mul(dy, factor.view(dy.shape)).to(dtype)
+        return torch.mul(dy, derivative(flat_y, code).view(dy.shape)).to(dtype)
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
+    flat_dx = dx.view(-1)
     for tile, element in _chunks(dy, tiles_of(dy)):
         part = flat[element]
         code = _unpack(codes, bits, tile, element) if bits else codes
@@ -175,25 +167,18 @@ def level(levels: tuple[float, ...], y: Tensor, code: Tensor) -> Tensor:
 
 
 class Tabulated:
-    """A function of y and a code, for y of any dtype; in half precision its values are looked up in a table.
+    """A `Derivative` whose values are looked up in a table in half precision, which has 65536 numbers.
 
-    A half-precision dtype has 65536 numbers. On a CPU, the first tensor of more than a tile makes this class
-    compute the function of all of them, for each code, once.
-
-    Args:
-        function: a function of y in float32 or float64 and a code in int32, both one-dimensional, in PyTorch's
-            operators.
-        bits: bits of a code; without codes `function` gets an empty tensor.
-
+    On a CPU, the first tensor of more than a tile computes the function of all of them, for each code, once. The
+    function is of y in float32 or float64, and of a code.
     """
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], bits: int) -> None:
-        self.function = function
-        self.bits = bits
+    def __init__(self, function: Derivative, bits: int) -> None:
+        self.function, self.bits = function, bits
         self.tables: dict[torch.dtype, Tensor] = {}
 
     def __call__(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return the function in float32, or in float64 for float64, with the shape of the one-dimensional y."""
+        """Return the function in float32, or in float64 for float64."""
         if y.dtype.itemsize > 2 or y.device.type != "cpu" or (y.dtype not in self.tables and y.numel() < TILE):
             return self.function(y.to(arithmetic_dtype(y)), code)
         if y.dtype not in self.tables:

@@ -73,41 +73,26 @@ def _gpu(
 
 # Dense rates; the data sheets of H100, H200 and B200 print those with sparsity, which are twice as high.
 DEVICES: dict[str, Device] = {
-    "a100": _gpu(
-        "A100 80GB SXM", 80, PCIE4, 2039, 312, 19.5, 19.5,
-        f"{NVIDIA}/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-    ),
-    "h100": _gpu(
-        "H100 SXM", 80, PCIE5, 3350, 989.5, 67, 67,
-        "NVIDIA H100 Tensor Core GPU data sheet, https://www.nvidia.com/en-us/data-center/h100/",
-    ),
-    "h200": _gpu(
-        "H200 SXM", 141, PCIE5, 4800, 989.5, 67, 67,
-        "NVIDIA H200 Tensor Core GPU data sheet, https://www.nvidia.com/en-us/data-center/h200/",
-    ),
-    "gh200": _gpu(
-        "GH200 96GB", 96, C2C, 4000, 989.5, 67, 67,
+    "a100": _gpu("A100 80GB SXM", 80, PCIE4, 2039, 312, 19.5, 19.5,
+        f"{NVIDIA}/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"),
+    "h100": _gpu("H100 SXM", 80, PCIE5, 3350, 989.5, 67, 67,
+        "NVIDIA H100 Tensor Core GPU data sheet, https://www.nvidia.com/en-us/data-center/h100/"),
+    "h200": _gpu("H200 SXM", 141, PCIE5, 4800, 989.5, 67, 67,
+        "NVIDIA H200 Tensor Core GPU data sheet, https://www.nvidia.com/en-us/data-center/h200/"),
+    "gh200": _gpu("GH200 96GB", 96, C2C, 4000, 989.5, 67, 67,
         "NVIDIA GH200 Grace Hopper Superchip data sheet, "
-        "https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/",
-    ),
-    "b200": _gpu(
-        "B200 SXM", 180, PCIE5, 8000, 2250, 75, 75,
+        "https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/"),
+    "b200": _gpu("B200 SXM", 180, PCIE5, 8000, 2250, 75, 75,
         "NVIDIA DGX B200 and HGX B200 data sheets, an eighth of a system, "
-        "https://www.nvidia.com/en-us/data-center/hgx/",
-    ),
-    "mi300x": _gpu(
-        "MI300X", 192, PCIE5, 5300, 1307.4, 163.4, 163.4,
-        "AMD Instinct MI300X data sheet, https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-    ),
-    "rtx4090": _gpu(
-        "RTX 4090", 24, PCIE4, 1008, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, appendix A"
-    ),
-    "rtx3090": _gpu(
-        "RTX 3090", 24, PCIE4, 936, 71, 35.6, 35.6, "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"
-    ),
-    "t4": _gpu(
-        "T4", 16, PCIE3, 320, 65, 8.1, 8.1, f"{NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
-    ),
+        "https://www.nvidia.com/en-us/data-center/hgx/"),
+    "mi300x": _gpu("MI300X", 192, PCIE5, 5300, 1307.4, 163.4, 163.4,
+        "AMD Instinct MI300X data sheet, https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
+    "rtx4090": _gpu("RTX 4090", 24, PCIE4, 1008, 165.2, 82.6, 82.6,
+        "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    "rtx3090": _gpu("RTX 3090", 24, PCIE4, 936, 71, 35.6, 35.6,
+        "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"),
+    "t4": _gpu("T4", 16, PCIE3, 320, 65, 8.1, 8.1,
+        f"{NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
 }  # fmt: skip
 USUAL = "a100"
 
