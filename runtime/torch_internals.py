@@ -202,13 +202,10 @@ SAFE_SOFTMAX: Any = torch._safe_softmax
 # What PyTorch chooses for arguments of `scaled_dot_product_attention`: a value of `torch.nn.attention.SDPBackend`.
 ATTENTION_BACKEND: Callable[..., int] = torch._fused_sdp_choice
 # The fused attention of a CPU, and the operator of a GPU whose arguments begin like its own.
+_aten: Any = torch.ops.aten
 ATTENTION: Mapping[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
 
 # A view of contiguous tensors, which Inductor takes for one though it is not declared as such.

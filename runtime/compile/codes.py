@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,43 +63,38 @@ for _name, _run, _fake in (("encode_blocks", _encode, _fake_encode), ("decode_bl
     torch.library.register_fake(f"fitact::{_name}", _fake, lib=_library)
 
 
-class Graph:
-    """A graph that gets nodes, each with its result as a fake tensor.
+Add = Callable[..., fx.Node]  # adds a call of an operator to a graph
 
-    Args:
-        module: the module of the graph.
-        before: the node before which the new ones come.
 
-    """
+def adding(module: fx.GraphModule, before: fx.Node) -> Add:
+    """Return what adds calls of operators before a node, each with its result as a fake tensor."""
+    values = (node.meta.get("val") for node in module.graph.find_nodes(op="placeholder"))
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
-    def __init__(self, module: fx.GraphModule, before: fx.Node) -> None:
-        self.module, self.before = module, before
-        values = (node.meta.get("val") for node in module.graph.find_nodes(op="placeholder"))
-        self.mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a node that calls an operator, and return it."""
-        with self.module.graph.inserting_before(self.before):
-            node = self.module.graph.call_function(target, args, kwargs)
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with module.graph.inserting_before(before):
+            node = module.graph.call_function(target, args, kwargs)
         given = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with self.mode:
+        with mode:
             node.meta["val"] = target(*given[0], **given[1])
         return node
 
+    return add
 
-def encode(graph: Graph, x: fx.Node, bits: int, signs: bool) -> list[fx.Node]:
+
+def encode(add: Add, x: fx.Node, bits: int, signs: bool) -> list[fx.Node]:
     """Return the parts of a tensor's block codes."""
     order, columns = _layout(x.meta["val"])
-    x = graph(aten.permute.default, x, order)
-    parts = graph(torch.ops.fitact.encode_blocks.default, x, columns, bits, signs)
-    return [graph(operator.getitem, parts, i) for i in range(4)]
+    x = add(aten.permute.default, x, order)
+    parts = add(torch.ops.fitact.encode_blocks.default, x, columns, bits, signs)
+    return [add(operator.getitem, parts, i) for i in range(4)]
 
 
-def decode(graph: Graph, parts: Sequence[fx.Node], like: Tensor) -> fx.Node:
+def decode(add: Add, parts: Sequence[fx.Node], like: Tensor) -> fx.Node:
     """Return the tensor of block codes; `like`: its fake tensor in the graph that encoded it."""
     order, columns = _layout(like)
-    x = graph(torch.ops.fitact.decode_blocks.default, *parts, columns, like.dtype)
-    return graph(aten.permute.default, x, sorted(range(len(order)), key=order.__getitem__))
+    x = add(torch.ops.fitact.decode_blocks.default, *parts, columns, like.dtype)
+    return add(aten.permute.default, x, sorted(range(len(order)), key=order.__getitem__))
 
 
 def _layout(x: Tensor) -> tuple[list[int], int]:
@@ -113,26 +108,26 @@ def _layout(x: Tensor) -> tuple[list[int], int]:
     return order, features if fills else blocks.BLOCK
 
 
-def pack(graph: Graph, mask: fx.Node) -> fx.Node:
+def pack(add: Add, mask: fx.Node) -> fx.Node:
     """Return a mask in bits, uint8: eight along the last dimension are a byte, the first the lowest bit."""
     last = mask.meta["val"].dim() - 1
-    mask = graph(CAST, mask, torch.uint8)
+    mask = add(CAST, mask, torch.uint8)
     packed = None
     for i in range(BYTE):
-        part = graph(aten.slice.Tensor, mask, last, i, torch.iinfo(torch.int64).max, BYTE)
-        part = graph(aten.bitwise_left_shift.Tensor_Scalar, part, i)
-        packed = part if packed is None else graph(aten.bitwise_or.Tensor, packed, part)
+        part = add(aten.slice.Tensor, mask, last, i, torch.iinfo(torch.int64).max, BYTE)
+        part = add(aten.bitwise_left_shift.Tensor_Scalar, part, i)
+        packed = part if packed is None else add(aten.bitwise_or.Tensor, packed, part)
     assert packed is not None
     return packed
 
 
-def unpack(graph: Graph, packed: fx.Node) -> fx.Node:
+def unpack(add: Add, packed: fx.Node) -> fx.Node:
     """Return the mask of bits, bool."""
     value: Tensor = packed.meta["val"]
     kind = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
-    bit = graph(torch.ops.prims.iota.default, value.shape[-1] * BYTE, start=0, step=1, **kind)
-    place = graph(aten.bitwise_right_shift.Tensor_Scalar, bit, 3)
-    byte = graph(aten.index.Tensor, packed, [*[None] * (value.dim() - 1), place])
-    shift = graph(CAST, graph(aten.bitwise_and.Scalar, bit, BYTE - 1), torch.uint8)
-    bit = graph(aten.bitwise_and.Scalar, graph(aten.bitwise_right_shift.Tensor, byte, shift), 1)
-    return graph(aten.ne.Scalar, bit, 0)
+    bit = add(torch.ops.prims.iota.default, value.shape[-1] * BYTE, start=0, step=1, **kind)
+    place = add(aten.bitwise_right_shift.Tensor_Scalar, bit, 3)
+    byte = add(aten.index.Tensor, packed, [*[None] * (value.dim() - 1), place])
+    shift = add(CAST, add(aten.bitwise_and.Scalar, bit, BYTE - 1), torch.uint8)
+    bit = add(aten.bitwise_and.Scalar, add(aten.bitwise_right_shift.Tensor, byte, shift), 1)
+    return add(aten.ne.Scalar, bit, 0)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fitact.runtime.saving import SHARP
 from fitact.runtime.torch_internals import min_cut, schema_name, unset_fake_temporarily
 
-from .codes import BYTE, Graph, decode, encode, pack, unpack
+from .codes import BYTE, adding, decode, encode, pack, unpack
 from .report import SavedRecord
 from .saved import (
     Reader,
@@ -166,8 +166,8 @@ def _encode(module: fx.GraphModule, node: fx.Node, bits: int, signs: bool) -> li
     after = node.next
     while after.op == "placeholder":
         after = after.next
-    graph = Graph(module, after)
-    return [pack(graph, condition_of(node) or node)] if bits == 1 else encode(graph, node, bits, signs)
+    add = adding(module, after)
+    return [pack(add, condition_of(node) or node)] if bits == 1 else encode(add, node, bits, signs)
 
 
 def _hand_over(
@@ -211,22 +211,19 @@ def _decode(
     """Let the readers of a group's placeholders read the tensor whose parts the placeholders receive now."""
     readers = [(tensor.place, [*tensor.place.users]) for tensor in group]
     place, order = places[0], [*module.graph.nodes]
-    graph = Graph(module, min((user for _, users in readers for user in users), key=order.index))
+    add = adding(module, min((user for _, users in readers for user in users), key=order.index))
     if bits > 1:
-        decoded = decode(graph, places, whole.meta["val"])
+        decoded = decode(add, places, whole.meta["val"])
     else:
-        decoded = unpack(graph, place)
+        decoded = unpack(add, place)
         if condition_of(whole) is not None:
-            numbers = [
-                graph(argument.target, *argument.args, **argument.kwargs)
-                for argument in whole.args[1:]
-                if isinstance(argument, fx.Node)
-            ]
-            decoded = graph(whole.target, decoded, *numbers)
+            numbers = [each for each in whole.args[1:] if isinstance(each, fx.Node)]
+            copies = [add(number.target, *number.args, **number.kwargs) for number in numbers]
+            decoded = add(whole.target, decoded, *copies)
     for (old, users), chain in zip(readers, chains, strict=True):
         new = decoded
         for view in chain:
-            new = graph(view.target, new, *view.args[1:], **view.kwargs)
+            new = add(view.target, new, *view.args[1:], **view.kwargs)
         for user in users:
             user.replace_input_with(old, new)
         if old is not place:

@@ -39,10 +39,9 @@ class OperationMode(TorchDispatchMode):
 def watching_saved(see: Callable[[Tensor], Callable[[], object]]) -> saved_tensors_hooks:
     """Return a context that shows each tensor that autograd saves for backward.
 
-    What `see` returns is called if a `saving` that stored the tensor finds that it can be recomputed.
-
-    What has a node is stored detached. An output that is stored as it is holds the node that saves it, so that
-    neither would ever be freed.
+    What `see` returns is called if a `saving` that stored the tensor finds that it can be recomputed. What has a
+    node is stored detached: an output that is stored as it is holds the node that saves it, and neither would be
+    freed.
     """
 
     def pack(tensor: Tensor) -> Watched:

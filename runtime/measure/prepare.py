@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -59,7 +59,8 @@ class Training:
         for pattern in self.freeze:
             matched = [name for name in names if fnmatchcase(name, pattern)]
             if not matched:
-                raise UsageError(f"{quote(pattern)}: no parameter has such a name; there are {some(names)}")
+                there = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)  # repeated ones once
+                raise UsageError(f"{quote(pattern)}: no parameter has such a name; there are {few([*there])}")
             for name in matched:
                 names[name].requires_grad_(False)
         if not any(parameter.requires_grad for parameter in names.values()):
@@ -111,11 +112,6 @@ def prepare(
     )  # fmt: skip
 
 
-def some(names: Iterable[str]) -> str:
-    """Return some names of parameters for an error message; repeated ones once."""
-    return few(list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)))
-
-
 # ---------------------------------------------------------------------------------------------- optional packages
 
 
@@ -128,11 +124,9 @@ def imported(name: str) -> ModuleType:
     """
     try:
         return import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != name:
-            raise UsageError(f"{name} cannot be imported: {one_line(error)}") from None
-        raise UsageError(f"{name} is not installed: pip install {name}") from None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == name:
+            raise UsageError(f"{name} is not installed: pip install {name}") from None
         raise UsageError(f"{name} cannot be imported: {one_line(error)}") from None
 
 

@@ -39,13 +39,6 @@ LOSSES = frozenset(["cross_entropy", "nll_loss", "log_softmax", "mse_loss", "bin
 PLAIN = {f"r{name}": name for name in ("mul", "add", "sub", "matmul", "pow")}
 PLAIN |= {"rtruediv": "div", "truediv": "div", "native_dropout": "dropout"}
 
-# Kinds of operations that save: `product` is a gate's, `weights` a copy of parameters in another dtype; a
-# `checkpoint` saves what its block is given.
-KINDS = (
-    *("activation", "product", "norm", "linear", "convolution", "attention", "dropout"),
-    *("embedding", "loss", "weights", "checkpoint", "other"),
-)
-
 
 @dataclass(frozen=True)
 class SavedStorage:
@@ -58,7 +51,8 @@ class SavedStorage:
         bytes: its size.
         module: the path of the innermost module that was running; `""` for the outermost one.
         operation: PyTorch's function, e.g. `"gelu"`; `""` if the count is not detailed.
-        kind: one of KINDS; `"other"` if the count is not detailed.
+        kind: activation, product (a gate's), norm, linear, convolution, attention, dropout, embedding, loss,
+            weights (copies of parameters in another dtype), checkpoint (what its block is given), or other.
         group: the path, with a star for the number of a block or layer that a container repeats: `layers.*.mlp`.
 
     """

@@ -86,23 +86,24 @@ def hugging_face(
             model = auto.from_config(config, attn_implementation="eager")
         return model, inputs(model, batch, seq)
 
-    images = head == "image" or kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+    images = head == "image" or _does(kind, "IMAGE_CLASSIFICATION")
     varies = frozenset(("batch",) if images else ("batch", "seq"))
     return Source(kind, build, inputs, varies, _positions)
 
 
-def _types(mapping: str) -> Mapping[str, Any]:
-    types: Mapping[str, Any] = getattr(import_module("transformers.models.auto.modeling_auto"), mapping)
-    return types
+def _does(kind: str, task: str) -> bool:
+    """Whether transformers has a model of a type for a task."""
+    auto = import_module("transformers.models.auto.modeling_auto")
+    return kind in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
 
 
 def _usual_head(kind: str) -> str:
-    masked = kind in _types("MODEL_FOR_MASKED_LM_MAPPING_NAMES")
-    if kind in _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") and not masked:
+    masked = _does(kind, "MASKED_LM")
+    if _does(kind, "CAUSAL_LM") and not masked:
         return "causal-lm"
-    if masked and kind in _types("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"):
+    if masked and _does(kind, "SEQUENCE_CLASSIFICATION"):
         return "sequence"
-    return "image" if kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES") else "none"
+    return "image" if _does(kind, "IMAGE_CLASSIFICATION") else "none"
 
 
 def _transformers_inputs(head: str, model: Any, batch: int, seq: int) -> Inputs:

@@ -29,7 +29,7 @@ def _start(x, first, width, stride):
 
 
 @jit
-def _load(place, offset, left, whole: tl.constexpr):
+def _load(place, offset, inside, whole: tl.constexpr):
     """Return a row of elements, float32, 0 where the tensor has ended.
 
     place: what `_start` returns, width and stride. offset: of the row in its tile.
@@ -43,17 +43,7 @@ def _load(place, offset, left, whole: tl.constexpr):
         rows = begin // width
         within = begin - rows * width + column
         at = x + rows.to(tl.int64) * stride + within + tl.where(within >= width, stride - width, 0)
-    return load(at, column < left, whole)
-
-
-@jit
-def _forward_row(g, u, h, offset, left, a: tl.constexpr, b: tl.constexpr, whole: tl.constexpr):
-    """Write h of a row."""
-    x, y = _load(g, offset, left, whole), _load(u, offset, left, whole)
-    dtype: tl.constexpr = h.dtype.element_ty
-    column = tl.arange(0, COLUMNS)
-    value = a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32)
-    store(h + offset + column, value, column < left, whole)
+    return load(at, inside, whole)
 
 
 @jit
@@ -66,10 +56,15 @@ def _forward_rows(
     u, behind_u = _start(u, first, width_u, stride_u)
     at_g, at_u = (g, behind_g, width_g, stride_g), (u, behind_u, width_u, stride_u)
     h += first
+    dtype: tl.constexpr = h.dtype.element_ty
+    column = tl.arange(0, COLUMNS)
     for row in range(HALF):
         for half in tl.static_range(2):
             offset = row * COLUMNS + half * HALF * COLUMNS
-            _forward_row(at_g, at_u, h, offset, left - offset, a, b, whole)
+            inside = column < left - offset
+            x, y = _load(at_g, offset, inside, whole), _load(at_u, offset, inside, whole)
+            value = a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32)
+            store(h + offset + column, value, inside, whole)
 
 
 @jit
@@ -86,32 +81,14 @@ def gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.co
 
 
 @jit
-def _backward_row(
-    dh, g, u, dg, du, offset, left, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr, db: tl.constexpr,
-    whole: tl.constexpr,
-):  # fmt: skip
-    """Write dg and du of a row; everything is read before anything is written, so each tensor is read once."""
-    dtype: tl.constexpr = dh.dtype.element_ty
-    column = tl.arange(0, COLUMNS)
-    inside = column < left
-    grad = load(dh + offset + column, inside, whole)
-    x, y = _load(g, offset, left, whole), _load(u, offset, left, whole)
-    if dg is not None:
-        passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        value = passed * da(x)
-        store(dg + offset + column, value, inside, whole)
-    if du is not None:
-        passed = (grad * a(x).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        value = passed * db(y)
-        store(du + offset + column, value, inside, whole)
-
-
-@jit
 def _backward_rows(
     dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, da: tl.constexpr,
     b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements.
+
+    Of a row, everything is read before anything is written, so each tensor is read once.
+    """
     dh += first
     if dg is not None:
         dg += first
@@ -120,10 +97,22 @@ def _backward_rows(
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
     at_g, at_u = (g, behind_g, width_g, stride_g), (u, behind_u, width_u, stride_u)
+    dtype: tl.constexpr = dh.dtype.element_ty
+    column = tl.arange(0, COLUMNS)
     for row in range(HALF):
         for half in tl.static_range(2):
             offset = row * COLUMNS + half * HALF * COLUMNS
-            _backward_row(dh, at_g, at_u, dg, du, offset, left - offset, a, da, b, db, whole)
+            inside = column < left - offset
+            grad = load(dh + offset + column, inside, whole)
+            x, y = _load(at_g, offset, inside, whole), _load(at_u, offset, inside, whole)
+            if dg is not None:
+                passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+                value = passed * da(x)
+                store(dg + offset + column, value, inside, whole)
+            if du is not None:
+                passed = (grad * a(x).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+                value = passed * db(y)
+                store(du + offset + column, value, inside, whole)
 
 
 @jit

@@ -18,26 +18,26 @@ def _polynomial(u, coefficients: tl.constexpr):
 
 
 @jit
-def _fraction(u, n):
-    """exp(u − n·log 2), with log 2 in two parts; n times the first part is exact."""
-    return tl.exp2(1.4426950408889634 * ((u - n * 0.693359375) + n * 0.00021219444005469058))
+def _split(u):
+    """Return exp(u − n·log 2) and a whole n, with log 2 in two parts; n times the first part is exact."""
+    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
+    n = tl.floor(1.4426950408889634 * u + 0.5)
+    return tl.exp2(1.4426950408889634 * ((u - n * 0.693359375) + n * 0.00021219444005469058)), n
 
 
 @jit
 def exponential(u):
     """exp(u), 0 where it is subnormal, ∞ from 88.3 on: exp2 of a fraction and of a whole number."""
-    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
-    n = tl.floor(1.4426950408889634 * u + 0.5)
-    return _fraction(u, n) * tl.exp2(n)
+    fraction, n = _split(u)
+    return fraction * tl.exp2(n)
 
 
 @jit
 def exp_full(u):
     """exp(u) over the whole range of float32; Triton's own rounds u·log2(e), which loses 30 units at the ends."""
-    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
-    n = tl.floor(1.4426950408889634 * u + 0.5)
+    fraction, n = _split(u)
     half = tl.floor(0.5 * n)  # 2^n may be more than the largest number
-    return _fraction(u, n) * tl.exp2(half) * tl.exp2(n - half)
+    return fraction * tl.exp2(half) * tl.exp2(n - half)
 
 
 @jit
