@@ -167,10 +167,8 @@ def running_call() -> int | None:
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
-def with_torch_function() -> AbstractContextManager[None]:
-    """Return a context in which these modes see operations again, inside of one without."""
-    context: AbstractContextManager[None] = torch._C._EnableTorchFunction()
-    return context
+# A context in which these modes see operations again, inside of one without.
+with_torch_function: Callable[[], AbstractContextManager[None]] = torch._C._EnableTorchFunction
 
 
 def saved_tensor_hooks() -> Any:

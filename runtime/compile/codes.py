@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -112,13 +113,10 @@ def pack(add: Add, mask: fx.Node) -> fx.Node:
     """Return a mask in bits, uint8: eight along the last dimension are a byte, the first the lowest bit."""
     last = mask.meta["val"].dim() - 1
     mask = add(CAST, mask, torch.uint8)
-    packed = None
-    for i in range(BYTE):
-        part = add(aten.slice.Tensor, mask, last, i, torch.iinfo(torch.int64).max, BYTE)
-        part = add(aten.bitwise_left_shift.Tensor_Scalar, part, i)
-        packed = part if packed is None else add(aten.bitwise_or.Tensor, packed, part)
-    assert packed is not None
-    return packed
+    end = torch.iinfo(torch.int64).max
+    parts = [add(aten.slice.Tensor, mask, last, i, end, BYTE) for i in range(BYTE)]
+    parts = [add(aten.bitwise_left_shift.Tensor_Scalar, part, i) for i, part in enumerate(parts)]
+    return reduce(partial(add, aten.bitwise_or.Tensor), parts)
 
 
 def unpack(add: Add, packed: fx.Node) -> fx.Node:

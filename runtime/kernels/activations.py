@@ -11,19 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import reference
-from .inputs import (
-    DTYPES,
-    autocast_dtype,
-    check_dtype,
-    in_layout,
-    in_memory_order,
-    like,
-    may_need_gradient,
-    mesh_of,
-    permuted,
-    sharded,
-)
+from . import inputs, reference
 from .launch import launch
 from .ops import differentiable
 from .registry import Backward, Forward, Kernel, Two, find
@@ -47,19 +35,19 @@ def apply(x: Tensor, key: str) -> Tensor:
 
     """
     activation: Pointwise = find(key)
-    if mesh_of(x) is not None:
-        return sharded(x, lambda shard, _: apply(shard, key), lambda placement: not placement.is_partial())
-    check_dtype(activation.name, x)
-    dtype = autocast_dtype(x) if activation.saves_output else x.dtype
-    gradient = may_need_gradient(x)
+    if inputs.mesh_of(x) is not None:
+        return inputs.sharded(x, lambda shard, _: apply(shard, key), lambda placement: not placement.is_partial())
+    inputs.check_dtype(activation.name, x)
+    dtype = inputs.autocast_dtype(x) if activation.saves_output else x.dtype
+    gradient = inputs.may_need_gradient(x)
     if not gradient and torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
         return activation.result(x, dtype)
-    order, dims = in_memory_order(x)
-    x = permuted(x, order).contiguous()
+    order, dims = inputs.in_memory_order(x)
+    x = inputs.permuted(x, order).contiguous()
     if gradient:
-        return permuted(differentiable(x, None, dtype, key, dims=dims), dims)
-    x = permuted(x, dims)
-    return like(activation.result(x, dtype), x)
+        return inputs.permuted(differentiable(x, None, dtype, key, dims=dims), dims)
+    x = inputs.permuted(x, dims)
+    return inputs.like(activation.result(x, dtype), x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +88,13 @@ class Pointwise(Kernel):
         return reference.encode(x, self.fitted(dtype)[0], self.bits, self.even)
 
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
-        x, dtype = given.x, DTYPES[given.dtype]
-        return in_layout(lambda x: self.result(x, dtype), given.dims, x), self.encode(x, dtype)
+        x, dtype = given.x, inputs.DTYPES[given.dtype]
+        return inputs.in_layout(lambda x: self.result(x, dtype), given.dims, x), self.encode(x, dtype)
 
     def gradients(self, given: Backward) -> Two:
         dy, y = given.dy, given.saved
         _, derivative = self.fitted(dy.dtype if y is None else y.dtype)
-        return reference.backward(dy, y, given.codes, self.bits, derivative, DTYPES[given.dtype]), None
+        return reference.backward(dy, y, given.codes, self.bits, derivative, inputs.DTYPES[given.dtype]), None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
         x, own = given.x, [codes] if self.bits else []

@@ -14,19 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from .inputs import (
-    check_dtype,
-    check_meshes,
-    in_layout,
-    in_memory_order,
-    like,
-    may_need_gradient,
-    mesh_of,
-    permuted,
-    sharded,
-    without_autocast,
-)
+from . import inputs, reference
 from .launch import launch, threads_of
 from .ops import differentiable
 from .registry import Backward, Forward, Kernel, Two, find
@@ -53,24 +41,25 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     """
     gate = find(key)
     _check(gate.name, g, u)
-    if mesh_of(g) is not None:
+    if inputs.mesh_of(g) is not None:
 
         def of_shards(shard: Tensor, placements: list[Any]) -> Tensor:
             other: Any = u
             return apply_gate(shard, other.redistribute(placements=placements).to_local(), key)
 
-        return sharded(g, of_shards, lambda placement: not placement.is_partial())
-    if not (may_need_gradient(g) or may_need_gradient(u)):
-        return like(gate.value(g, u), g)
-    order, dims = in_memory_order(g)
-    return permuted(differentiable(permuted(g, order), permuted(u, order), g.dtype, key, dims=dims), dims)
+        return inputs.sharded(g, of_shards, lambda placement: not placement.is_partial())
+    if not inputs.may_need_gradient(g, u):
+        return inputs.like(gate.value(g, u), g)
+    order, dims = inputs.in_memory_order(g)
+    g, u = inputs.permuted(g, order), inputs.permuted(u, order)
+    return inputs.permuted(differentiable(g, u, g.dtype, key, dims=dims), dims)
 
 
 def _check(name: str, g: Tensor, u: Tensor) -> None:
     """Raise unless g and u are tensors of one shape, dtype and device."""
-    check_dtype(name, g, "g to be a tensor")
-    check_dtype(name, u, "u to be a tensor")
-    check_meshes(name, "g and u to be both", g, u)
+    inputs.check_dtype(name, g, "g to be a tensor")
+    inputs.check_dtype(name, u, "u to be a tensor")
+    inputs.check_meshes(name, "g and u to be both", g, u)
     if (g.dtype, g.device) != (u.dtype, u.device):
         raise TypeError(
             f"{name}: expected g and u of one dtype and device, got {g.dtype} on {g.device} and {u.dtype} on "
@@ -101,13 +90,13 @@ class Gate(Kernel):
 
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
         assert given.other is not None
-        with without_autocast(given.x.device.type):
-            return in_layout(self.value, given.dims, given.x, given.other), self.codes(given)
+        with inputs.without_autocast(given.x.device.type):
+            return inputs.in_layout(self.value, given.dims, given.x, given.other), self.codes(given)
 
     def gradients(self, given: Backward) -> Two:
         g, u, dh, dg, du = given.saved, given.other, given.dy, None, None
         assert g is not None and u is not None
-        with without_autocast(dh.device.type):
+        with inputs.without_autocast(dh.device.type):
             if given.wants_x:
                 dg = _pulled(self.a, g, dh * self.b(u))
             if given.wants_other:

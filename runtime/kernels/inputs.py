@@ -39,15 +39,15 @@ def check_meshes(name: str, what: str, *tensors: Any) -> None:
         raise TypeError(f"{name}: expected {what} DTensors of one mesh, or none, got {given}")
 
 
-def may_need_gradient(x: Tensor) -> bool:
-    """Return whether a gradient of x can be requested.
+def may_need_gradient(*tensors: Tensor) -> bool:
+    """Return whether a gradient of any tensor can be requested.
 
-    An exported program may be called with another input. In a transform of torch.func, x may need a gradient at a
-    level that `requires_grad` does not show.
+    An exported program may be called with another input. In a transform of torch.func, a tensor may need a
+    gradient at a level that `requires_grad` does not show.
     """
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or _is_exporting() or in_functorch_transform()
+    return any(x.requires_grad for x in tensors) or _is_exporting() or in_functorch_transform()
 
 
 @constant_in_graphs

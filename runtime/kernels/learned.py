@@ -15,18 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import reference
-from .inputs import (
-    check_dtype,
-    check_meshes,
-    in_memory_order,
-    like,
-    may_need_gradient,
-    mesh_of,
-    permuted,
-    sharded,
-    without_autocast,
-)
+from . import inputs, reference
 from .launch import launch, threads_of
 from .ops import differentiable
 from .reference import arithmetic_dtype
@@ -60,22 +49,21 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     formula = find(key)
     wide = any(number.numel() != 1 for number in numbers)
     _check(formula, x, numbers, dim, wide)
-    if mesh_of(x) is not None:
+    if inputs.mesh_of(x) is not None:
         return _distributed(x, numbers, dim % x.dim() if wide else -1, key)
-    dtype = arithmetic_dtype(x)
-    dim = dim % x.dim() if wide else 0
+    dtype, dim = arithmetic_dtype(x), dim % x.dim() if wide else 0
     channels = x.shape[dim] if wide else 1
-    if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
+    if not inputs.may_need_gradient(x, *numbers):
         after = (1,) * (x.dim() - dim - 1)
         shapes = ((-1, *after) if number.numel() > 1 else () for number in numbers)
         columns = [number.to(dtype).reshape(shape) for number, shape in zip(numbers, shapes, strict=True)]
         with torch.autocast(x.device.type, enabled=False):
-            return like(formula.value(x.to(dtype), *columns).to(x.dtype), x)
+            return inputs.like(formula.value(x.to(dtype), *columns).to(x.dtype), x)
     packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])
-    order, dims = in_memory_order(x)
-    x, dim = permuted(x, order), dim if order is None else order.index(dim)
+    order, dims = inputs.in_memory_order(x)
+    x, dim = inputs.permuted(x, order), dim if order is None else order.index(dim)
     inner = math.prod(x.shape[dim + 1 :]) if channels > 1 else 1
-    return permuted(differentiable(x.contiguous(), packed, x.dtype, key, inner=inner), dims)
+    return inputs.permuted(differentiable(x.contiguous(), packed, x.dtype, key, inner=inner), dims)
 
 
 def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
@@ -98,13 +86,13 @@ def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
             local.append(number.redistribute(placements=values).to_local(grad_placements=gradients))
         return apply_learned(shard, local, dim, key)
 
-    return sharded(x, of_shards, lambda placement: type(placement) in (Replicate, Shard))
+    return inputs.sharded(x, of_shards, lambda placement: type(placement) in (Replicate, Shard))
 
 
 def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
     """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
-    check_dtype(formula.name, x)
-    check_meshes(formula.name, "x and the learned parameters to be all", x, *numbers)
+    inputs.check_dtype(formula.name, x)
+    inputs.check_meshes(formula.name, "x and the learned parameters to be all", x, *numbers)
     if wide and not -x.dim() <= dim < x.dim():
         raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
     channels = x.shape[dim] if wide else 1
@@ -147,7 +135,7 @@ class Learned(Kernel):
         x, numbers = given.x, given.other
         assert numbers is not None
         y, columns, shape = torch.empty_like(x), _columns(numbers), (-1, numbers.shape[1], given.inner)
-        with without_autocast(x.device.type):
+        with inputs.without_autocast(x.device.type):
             for part in _parts(x.numel(), *shape[1:]):
                 y.view(shape)[part] = self.value(x.view(shape)[part].to(numbers.dtype), *columns)
         return y, self.codes(given)
@@ -157,7 +145,7 @@ class Learned(Kernel):
         assert saved is not None and numbers is not None
         columns, shape, sums = _columns(numbers), (-1, numbers.shape[1], given.inner), []
         dx = torch.empty_like(dy) if given.wants_x else None
-        with without_autocast(dy.device.type):
+        with inputs.without_autocast(dy.device.type):
             for part in _parts(dy.numel(), *shape[1:]):
                 at, grad = (tensor.view(shape)[part].to(numbers.dtype) for tensor in (saved, dy))
                 if dx is not None:

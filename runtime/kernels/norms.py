@@ -110,26 +110,18 @@ class Norm(Kernel):
         return dx, None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
-        self._launch(self.forward, given, given.x, y, codes, eps=(given.eps,))
+        self._launch(self.forward, given.inner, given.x, y, codes, eps=[given.eps])
 
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
-        self._launch(self.backward, given, given.dy, given.saved, given.codes, dx)
+        self._launch(self.backward, given.inner, given.dy, given.saved, given.codes, dx)
 
-    def _launch(
-        self,
-        kernel: str,
-        given: Forward | Backward,
-        over: Tensor,
-        *tensors: Tensor | None,
-        eps: tuple[float, ...] = (),
-    ) -> None:
-        """Run `kernel(over, *tensors, rows, columns, *eps, ...)`."""
+    def _launch(self, kernel: str, inner: int, x: Tensor, *tensors: Tensor | None, eps: Any = ()) -> None:
+        """Run `kernel(x, *tensors, rows, columns, *eps, ...)`."""
         from . import tiles
 
-        size = over.numel() // given.inner, given.inner
-        cut = plan(*size)
-        programs = -(-size[0] // cut.height)
-        launch(getattr(tiles, kernel), programs, cut.threads, over, *tensors, *size, *eps, self.centred, *cut[:3])
+        rows, cut = x.numel() // inner, plan(x.numel() // inner, inner)
+        arguments = x, *tensors, rows, inner, *eps, self.centred, *cut[:3]
+        launch(getattr(tiles, kernel), -(-rows // cut.height), cut.threads, *arguments)
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:

@@ -33,12 +33,9 @@ class KernelRecompute(NamedTuple):
 
 def offer_recompute(output: Tensor, function: Callable[..., Tensor], *state: Tensor) -> Tensor:
     """State on an output's storage how it is recomputed, and return it; see `KernelRecompute`."""
-    if output.grad_fn is not None and _plain(output) and not in_functorch_transform():
+    # a storage of its own, that takes attributes, unlike that of a DTensor or a sparse tensor
+    plain = type(output) is Tensor or type(output).__name__ in ("FakeTensor", "Parameter")
+    if output.grad_fn is not None and plain and not in_functorch_transform():
         offered = KernelRecompute(function, tuple(tensor.detach() for tensor in state), version_of(output))
         setattr(output.untyped_storage(), ATTRIBUTE, offered)
     return output
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage of its own that takes attributes, unlike a DTensor or a sparse one."""
-    return type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 from unittest import mock
@@ -148,33 +148,31 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 def filled(marks: Sequence[Moment], standing: Mapping[int, int]) -> list[Moment]:
     """Return the marks of a step as if skipped blocks had done what the block did that `cut` counts for them."""
-    # with the changes of the level and of the host's, and the peak's rise above the level before
-    moments: list[tuple[Moment, int, int, int]] = []
-    level = host = 0
-    for mark in marks:
-        moments.append((mark, mark.level - level, mark.host - host, mark.peak - level))
-        level, host = mark.level, mark.host
+    start = Moment("start", -1, 0, 0, Work())
+    moments = [  # with the changes of the level and of the host's, and the peak's rise above the level before
+        replace(mark, level=mark.level - last.level, peak=mark.peak - last.level, host=mark.host - last.host)
+        for last, mark in pairwise([start, *marks])
+    ]
     for block, count in standing.items():
         places: dict[tuple[str, int], int] = {}
-        for i, (mark, *_) in enumerate(moments):
+        for i, mark in enumerate(moments):
             places.setdefault((mark.what, mark.block), i)
         begin, end = places.get(("grad out", block)), places.get(("grad out", block - 1))
         if begin is not None and end is not None:  # what is frozen has no backward pass
             part = moments[begin + 1 : end + 1]
-            copies = [_moved(moment, block, k) for k in range(count, 0, -1) for moment in part]
+            copies = [_moved(mark, block, k) for k in range(count, 0, -1) for mark in part]
             moments[begin : begin + 1] = [_moved(moments[begin], block, count), *copies]
         begin, end = places["out", block - 1], places["out", block]
         part = moments[begin + 1 : end + 1]
-        moments[end + 1 : end + 1] = [_moved(moment, block, k) for k in range(1, count + 1) for moment in part]
+        moments[end + 1 : end + 1] = [_moved(mark, block, k) for k in range(1, count + 1) for mark in part]
     level, host, result = 0, 0, []
-    for mark, change, on_host, rise in moments:
-        host += on_host
-        result.append(replace(mark, level=level + change, peak=level + rise, host=host))
-        level += change
+    for mark in moments:
+        host += mark.host
+        result.append(replace(mark, level=level + mark.level, peak=level + mark.peak, host=host))
+        level += mark.level
     return result
 
 
-def _moved(moment: tuple[Moment, int, int, int], block: int, by: int) -> tuple[Moment, int, int, int]:
+def _moved(mark: Moment, block: int, by: int) -> Moment:
     """Return a mark of a block, or of its neighbour, as that of a later block."""
-    mark = moment[0]
-    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *moment[1:]
+    return replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark

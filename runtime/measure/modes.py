@@ -1,16 +1,12 @@
-"""Contexts that see every operation below autograd, and every tensor that autograd saves."""
+"""A context that sees every operation below autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from fitact.runtime.saving import Watched
-from fitact.runtime.torch_internals import FakeTensor, TorchDispatchMode, without_torch_function
+from fitact.runtime.torch_internals import FakeTensor, TorchDispatchMode
 
 META = torch.device("meta")
 DEVICE = torch.ops.prim.device.default
@@ -34,19 +30,3 @@ class OperationMode(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and return its result."""
         return func(*args, **kwargs)
-
-
-def watching_saved(see: Callable[[Tensor], Callable[[], object]]) -> saved_tensors_hooks:
-    """Return a context that shows each tensor that autograd saves for backward.
-
-    What `see` returns is called if a `saving` that stored the tensor finds that it can be recomputed. What has a
-    node is stored detached: an output that is stored as it is holds the node that saves it, and neither would be
-    freed.
-    """
-
-    def pack(tensor: Tensor) -> Watched:
-        with without_torch_function():  # this is no operation of the model
-            dropped = see(tensor)
-            return Watched(tensor if tensor.grad_fn is None else tensor.detach(), dropped)
-
-    return saved_tensors_hooks(pack, lambda watched: watched.tensor)

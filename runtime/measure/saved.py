@@ -11,20 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import following
-from fitact.runtime.saving import blocks
-from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of
+from fitact.runtime.saving import Watched, blocks
+from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of, without_torch_function
 
-from .modes import OperationMode, watching_saved
+from .modes import OperationMode
 
 ACTIVATIONS = frozenset(
     [
@@ -177,6 +179,13 @@ def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
     """
     owned = {storage_id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     saved = Saved(owned=owned)
+
+    def pack(tensor: Tensor) -> Watched:
+        # what has a node is stored detached: an output that is stored as it is holds the node that saves it, so
+        # that neither would ever be freed
+        with without_torch_function():  # this is no operation of the model
+            return Watched(tensor if tensor.grad_fn is None else tensor.detach(), saved.add(tensor))
+
     with ExitStack() as stack:
         if detail:
             place = saved.place = Place(modules)
@@ -185,7 +194,7 @@ def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
             stack.enter_context(_Copies(place, owned))
         counts.append(saved)
         stack.callback(counts.remove, saved)
-        stack.enter_context(watching_saved(saved.add))
+        stack.enter_context(saved_tensors_hooks(pack, attrgetter("tensor")))
         yield saved
 
 

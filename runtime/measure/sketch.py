@@ -55,19 +55,16 @@ class Sketch:
             raise UsageError(f"expected a dense tensor of real numbers, got {numbers.dtype}, {numbers.layout}")
         for chunk in numbers.detach().reshape(-1).split(CHUNK):
             # float64 is not to be had on every device
-            self._add((chunk if chunk.device.type in ("cpu", "cuda") else chunk.cpu()).to(torch.float64))
-
-    def _add(self, x: Tensor) -> None:
-        total = x.numel()
-        x = x[x.abs() <= LARGEST]  # false for NaN
-        sketch = Sketch(x.numel(), total - x.numel())
-        if sketch.count:
-            sketch.mean = x.mean().item()
-            sketch.squares = (x - sketch.mean).square().sum().item()
-            sketch.least, sketch.largest = x.min().item(), x.max().item()
-            cells = (torch.asinh(x / NEAR) * STEPS).floor_().to(torch.int64) + HALF
-            sketch.counts = torch.bincount(cells.clamp_(0, 2 * HALF - 1), minlength=2 * HALF).cpu()
-        self.merge(sketch)
+            x = (chunk if chunk.device.type in ("cpu", "cuda") else chunk.cpu()).to(torch.float64)
+            x = x[x.abs() <= LARGEST]  # false for NaN
+            sketch = Sketch(x.numel(), chunk.numel() - x.numel())
+            if sketch.count:
+                sketch.mean = x.mean().item()
+                sketch.squares = (x - sketch.mean).square().sum().item()
+                sketch.least, sketch.largest = x.min().item(), x.max().item()
+                cells = (torch.asinh(x / NEAR) * STEPS).floor_().to(torch.int64) + HALF
+                sketch.counts = torch.bincount(cells.clamp_(0, 2 * HALF - 1), minlength=2 * HALF).cpu()
+            self.merge(sketch)
 
     def merge(self, other: Sketch) -> None:
         """Add what another sketch has counted (Chan, Golub and LeVeque 1983, eq. 2.1)."""

@@ -17,21 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fitact.base import FitactError, UsageError, few, one_line, quote
-from fitact.runtime.restore import (
-    NO_VALUES,
-    Copying,
-    Inputs,
-    Runner,
-    check_initialised,
-    check_model,
-    explained,
-    generators,
-    has_no_values,
-    loss_of,
-    real,
-    runner,
-    unchanged,
-)
+from fitact.runtime import restore
+from fitact.runtime.restore import Inputs, Runner
 from fitact.runtime.torch_internals import (
     BATCH_NORM,
     FakeTensor,
@@ -143,9 +130,9 @@ class Subject:
             UsageError: the model cannot be run, or no output depends on what is trained.
 
         """
-        with explained(self.name, "forward"), self.casting():
+        with restore.explained(self.name, "forward"), self.casting():
             output = self.call(self.model)
-        loss = loss_of(output)
+        loss = restore.loss_of(output)
         leaves = tree_leaves(output) if loss is None else [loss]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors and torch.is_grad_enabled():
@@ -164,7 +151,7 @@ def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
     modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
     made = partial(fake, mode)
-    with Copying(made, made):
+    with restore.Copying(made, made):
         return copy.deepcopy(model), mode
 
 
@@ -213,9 +200,9 @@ def copied(
         UsageError: it is no nn.Module, or cannot be copied or run.
 
     """
-    check_model(model)
-    check_initialised(model)
-    run = runner(example_inputs)
+    restore.check_model(model)
+    restore.check_initialised(model)
+    run = restore.runner(example_inputs)
     name = type(model).__name__
     try:
         fake, mode = fake_copy(model)
@@ -224,12 +211,12 @@ def copied(
         raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
     subject = Subject(name, fake.train(), call, mode, autocast, device, blocks)
     try:
-        with generators(model), subject.environment(), torch.no_grad(), unchanged(fake):
+        with restore.generators(model), subject.environment(), torch.no_grad(), restore.unchanged(fake):
             subject.forward()
     except UsageError as error:
-        if not isinstance(error.__cause__, NO_VALUES) or has_no_values(model):
+        if not isinstance(error.__cause__, restore.NO_VALUES) or restore.has_no_values(model):
             raise
-        return replace(subject, model=copy.deepcopy(model).train(), call=real(run), mode=None)
+        return replace(subject, model=copy.deepcopy(model).train(), call=restore.real(run), mode=None)
     return subject
 
 
@@ -282,7 +269,7 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
     """
     if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
         raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
-    check_initialised(model)
+    restore.check_initialised(model)
 
     def looked(
         of: nn.Module, again: Callable[[], Runner], around: Callable[[], AbstractContextManager[Any]]
@@ -290,7 +277,7 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
         results = []
         for look in looks:
             torch.clear_autocast_cache()  # of casts that the look before has made
-            with generators(model), around(), unchanged(of):
+            with restore.generators(model), around(), restore.unchanged(of):
                 results.append(look(of if of.training else of.train(), again()))
         return results
 
@@ -299,7 +286,7 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
             fake, mode = fake_copy(model)
             return looked(fake, partial(faked, run, mode), partial(without_memory, mode))
         except Exception:  # whatever fake tensors cannot do, real ones may
-            return looked(model, partial(real, run), nullcontext)
+            return looked(model, partial(restore.real, run), nullcontext)
         finally:
             torch.clear_autocast_cache()
 

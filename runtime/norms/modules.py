@@ -17,16 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.kernels import (
-    LAYER,
-    RMS,
-    arithmetic_dtype,
-    autocast_dtype,
-    check_dtype,
-    differentiable,
-    mesh_of,
-    sharded,
-)
+from fitact.runtime import kernels
 
 
 def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> Tensor:
@@ -129,18 +120,18 @@ def _norm(
     name: str, x: Tensor, normalized_shape: int | Sequence[int], eps: float | None, *, centred: bool
 ) -> Tensor:
     shape = _shape(normalized_shape)
-    check_dtype(name, x)
+    kernels.check_dtype(name, x)
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{name}: expected a tensor whose shape ends in {shape}, got {tuple(x.shape)}")
-    key, dim = LAYER if centred else RMS, x.dim() - len(shape)
-    eps = torch.finfo(arithmetic_dtype(x)).eps if eps is None else eps
+    key, dim = kernels.LAYER if centred else kernels.RMS, x.dim() - len(shape)
+    eps = torch.finfo(kernels.arithmetic_dtype(x)).eps if eps is None else eps
 
     def of_rows(x: Tensor, _: Any = None) -> Tensor:
         inner = x.shape[dim:].numel() or 1
-        return differentiable(x.contiguous(), None, autocast_dtype(x), key, inner=inner, eps=eps)
+        return kernels.differentiable(x.contiguous(), None, kernels.autocast_dtype(x), key, inner=inner, eps=eps)
 
     def whole(placement: Any) -> bool:
         """Whether each process has whole rows of a DTensor."""
         return not placement.is_partial() and (placement.is_replicate() or placement.dim < dim)
 
-    return of_rows(x) if mesh_of(x) is None else sharded(x, of_rows, whole, contiguous=True)
+    return of_rows(x) if kernels.mesh_of(x) is None else kernels.sharded(x, of_rows, whole, contiguous=True)

@@ -118,26 +118,38 @@ def store(place, value, inside, whole: tl.constexpr):
 
 
 @jit
-def _forward_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
-    """Write y = value(x) of a row and return code(x), 0 where the tensor has ended or without codes."""
+def _forward_rows(
+    x, y, first, left, value: tl.constexpr, code: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    """Write y = value(x) of the tile that begins at `first`, and return its words of codes.
+
+    If the tile is not whole, it has `left` elements. A code is 0 where the tensor has ended, or without codes.
+    """
     column = tl.arange(0, COLUMNS)
-    x = load(x_row + column, column < left, whole)
-    store(y_row + column, value(x), column < left, whole)
-    if code is None:
-        return tl.zeros((COLUMNS,), tl.int32)
-    elif whole:
-        return code(x)
-    else:
-        return tl.where(column < left, code(x), 0)
+    word = tl.zeros((COLUMNS,), tl.int32)
+    for row in range(ROWS):
+        at = first + row * COLUMNS
+        inside = column < left - row * COLUMNS
+        element = load(x + at + column, inside, whole)
+        store(y + at + column, value(element), inside, whole)
+        if code is not None:
+            own = code(element)
+            word |= (own if whole else tl.where(inside, own, 0)) << (bits * row)
+    return word
 
 
 @jit
-def _backward_row(dy_row, y_row, dx_row, code, left, derivative: tl.constexpr, whole: tl.constexpr):
-    """Write dx = dy · derivative(y, code) of a row."""
+def _backward_rows(
+    dy, y, dx, word, first, left, derivative: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    """Write dx = dy · derivative(y, code) of the tile that begins at `first`; `left`: as there."""
     column = tl.arange(0, COLUMNS)
-    factor = derivative(None if y_row is None else load(y_row + column, column < left, whole), code)
-    dx = load(dy_row + column, column < left, whole) * factor
-    store(dx_row + column, dx, column < left, whole)
+    for row in range(ROWS):
+        at = first + row * COLUMNS
+        inside = column < left - row * COLUMNS
+        factor = derivative(None if y is None else load(y + at + column, inside, whole), word >> (bits * row))
+        result = load(dy + at + column, inside, whole) * factor
+        store(dx + at + column, result, inside, whole)
 
 
 @jit
@@ -149,16 +161,10 @@ def forward_tile(x, y, codes, n, value: tl.constexpr, code: tl.constexpr, bits: 
     """
     tile = tl.program_id(0).to(tl.int64)  # offsets pass 2^31 on tensors that fit a GPU
     first = tile * (ROWS * COLUMNS)
-    word = tl.zeros((COLUMNS,), tl.int32)
     if first + ROWS * COLUMNS <= n:  # an unmasked row is read and written in whole vectors
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            word |= _forward_row(x + at, y + at, 0, value, code, True) << (bits * row)
+        word = _forward_rows(x, y, first, 0, value, code, bits, True)
     else:
-        left = (n - first).to(tl.int32)  # elements from the start of this tile on
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            word |= _forward_row(x + at, y + at, left - row * COLUMNS, value, code, False) << (bits * row)
+        word = _forward_rows(x, y, first, (n - first).to(tl.int32), value, code, bits, False)
     if bits > 0:
         planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
         for plane in tl.static_range(bits):
@@ -180,14 +186,6 @@ def backward_tile(dy, y, codes, dx, n, derivative: tl.constexpr, bits: tl.conste
         for plane in tl.static_range(bits):
             word |= tl.load(planes + plane * COLUMNS).to(tl.int32) << (8 * plane)
     if first + ROWS * COLUMNS <= n:
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            y_at = None if y is None else y + at  # no function of its own: before 3.6, Triton's return no None
-            _backward_row(dy + at, y_at, dx + at, word >> (bits * row), 0, derivative, True)
+        _backward_rows(dy, y, dx, word, first, 0, derivative, bits, True)
     else:
-        left = (n - first).to(tl.int32)
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            rest = left - row * COLUMNS
-            y_at = None if y is None else y + at
-            _backward_row(dy + at, y_at, dx + at, word >> (bits * row), rest, derivative, False)
+        _backward_rows(dy, y, dx, word, first, (n - first).to(tl.int32), derivative, bits, False)

@@ -43,14 +43,16 @@ def _of_row(numbers, start, channels, inner, count: tl.constexpr):
 
 
 @jit
-def _row(
-    x, y, start, n, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr, whole: tl.constexpr
+def _rows(
+    x, y, first, n, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr, whole: tl.constexpr
 ):  # fmt: skip
-    """Write y of a row; unmasked rows are read and written in whole vectors."""
+    """Write y of the tile that begins at `first`; unmasked rows are read and written in whole vectors."""
     column = tl.arange(0, COLUMNS)
-    inside = column < tl.minimum(n - start, COLUMNS).to(tl.int32)
-    own = _of_row(numbers, start, channels, inner, count)
-    store(y + start + column, value(load(x + start + column, inside, whole), *own), inside, whole)
+    for row in range(ROWS):
+        start = first + row * COLUMNS
+        inside = column < tl.minimum(n - start, COLUMNS).to(tl.int32)
+        own = _of_row(numbers, start, channels, inner, count)
+        store(y + start + column, value(load(x + start + column, inside, whole), *own), inside, whole)
 
 
 @jit
@@ -58,11 +60,9 @@ def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.cons
     """Write y of the tile of this program."""
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
-        for row in range(ROWS):
-            _row(x, y, first + row * COLUMNS, n, numbers, channels, inner, value, count, True)
+        _rows(x, y, first, n, numbers, channels, inner, value, count, True)
     else:
-        for row in range(ROWS):
-            _row(x, y, first + row * COLUMNS, n, numbers, channels, inner, value, count, False)
+        _rows(x, y, first, n, numbers, channels, inner, value, count, False)
 
 
 @jit

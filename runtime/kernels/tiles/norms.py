@@ -9,17 +9,8 @@ Statistics and arithmetic are in float32 for every storage dtype.
 
 from __future__ import annotations
 
+from .activations import load, store
 from .triton import jit, tl
-
-
-@jit
-def _load(tensor, at, inside):
-    return tl.load(tensor + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@jit
-def _store(tensor, at, value, inside):
-    tl.store(tensor + at, value.to(tensor.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -40,30 +31,30 @@ def ms_norm_forward(
     exists = (row < rows)[:, None]
     if whole:
         inside = exists & (column < columns)
-        value = _load(x, start + column, inside)
+        value = load(x + (start + column), inside, False)
         if centred:
             value = tl.where(inside, value - _mean(value, columns), 0.0)
         inverse = tl.rsqrt(_mean(value * value, columns) + eps)
-        _store(z, start + column, value * inverse, inside)
+        store(z + (start + column), value * inverse, inside, False)
     else:
         mean = tl.zeros((height, 1), tl.float32)
         if centred:
             total = tl.zeros((height, width), tl.float32)
             for first in range(0, columns, width):
                 at = first + column
-                total += _load(x, start + at, exists & (at < columns))
+                total += load(x + (start + at), exists & (at < columns), False)
             mean = _mean(total, columns)
         total = tl.zeros((height, width), tl.float32)
         for first in range(0, columns, width):
             at = first + column
             inside = exists & (at < columns)
-            value = tl.where(inside, _load(x, start + at, inside) - mean, 0.0)
+            value = tl.where(inside, load(x + (start + at), inside, False) - mean, 0.0)
             total += value * value
         inverse = tl.rsqrt(_mean(total, columns) + eps)
         for first in range(0, columns, width):
             at = first + column
             inside = exists & (at < columns)
-            _store(z, start + at, (_load(x, start + at, inside) - mean) * inverse, inside)
+            store(z + (start + at), (load(x + (start + at), inside, False) - mean) * inverse, inside, False)
     tl.store(scale + row[:, None], inverse, mask=exists)
 
 
@@ -80,19 +71,19 @@ def ms_norm_backward(
     inverse = tl.load(scale + row[:, None], mask=exists, other=0.0)
     if whole:
         inside = exists & (column < columns)
-        gradient = _load(dz, start + column, inside)
-        value = _load(z, start + column, inside)
+        gradient = load(dz + (start + column), inside, False)
+        value = load(z + (start + column), inside, False)
         slope = _mean(gradient * value, columns)
         if centred:
             gradient -= _mean(gradient, columns)
-        _store(dx, start + column, (gradient - value * slope) * inverse, inside)
+        store(dx + (start + column), (gradient - value * slope) * inverse, inside, False)
     else:
         total = tl.zeros((height, width), tl.float32)
         products = tl.zeros((height, width), tl.float32)
         for first in range(0, columns, width):
             at = first + column
-            gradient = _load(dz, start + at, exists & (at < columns))
-            products += gradient * _load(z, start + at, exists & (at < columns))
+            gradient = load(dz + (start + at), exists & (at < columns), False)
+            products += gradient * load(z + (start + at), exists & (at < columns), False)
             if centred:
                 total += gradient
         slope = _mean(products, columns)
@@ -100,5 +91,5 @@ def ms_norm_backward(
         for first in range(0, columns, width):
             at = first + column
             inside = exists & (at < columns)
-            gradient = _load(dz, start + at, inside) - mean
-            _store(dx, start + at, (gradient - _load(z, start + at, inside) * slope) * inverse, inside)
+            gradient, value = load(dz + (start + at), inside, False) - mean, load(z + (start + at), inside, False)
+            store(dx + (start + at), (gradient - value * slope) * inverse, inside, False)
