@@ -155,13 +155,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 @contextmanager
 def following(enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
-    """Call functions when any module begins and ends to run, even by an error, until the context ends.
-
-    Args:
-        enter: a forward pre-hook.
-        leave: a forward hook.
-
-    """
+    """Call a forward pre-hook and a forward hook of any module, even if its run fails, until the context ends."""
     entered = hooks.register_module_forward_pre_hook(enter)
     with entered, hooks.register_module_forward_hook(leave, always_call=True):
         yield
@@ -193,13 +187,8 @@ def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
 def runner(example_inputs: Any) -> Runner:
     """Return what runs a model with example inputs.
 
-    Args:
-        example_inputs: a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
-            that takes the model and runs it.
-
-    Raises:
-        UsageError: it is none of these.
-
+    They are a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function that takes
+    the model and runs it; a UsageError is raised for anything else.
     """
     match example_inputs:
         case Tensor():

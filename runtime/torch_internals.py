@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -147,11 +147,8 @@ def autocast_source(tensor: Tensor) -> tuple[Any, int] | None:
     return source
 
 
-def calls_of(node: Any) -> int:
-    """Return the number of a node, which grows with each node that a thread makes."""
-    number: int = node._sequence_nr()
-    return number
-
+# The number of a node, which grows with each node that a thread makes.
+calls_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 # The number that the thread's next node gets.
 next_call: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -314,12 +311,9 @@ def is_tracing() -> bool:
 
 
 def trace_joint(
-    function: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    owned: int,
-    mode: FakeTensorMode,
+    function: Callable[..., Any], tensors: Sequence[Tensor], owned: int, mode: FakeTensorMode,
     partition: Callable[..., Any],
-) -> None:
+) -> None:  # fmt: skip
     """Trace the forward and backward pass of a function of tensors into one graph, as `torch.compile` does.
 
     The first `owned` of the tensors are parameters and buffers. `partition` is called with the joint graph, its

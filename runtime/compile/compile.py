@@ -24,16 +24,9 @@ _reports: WeakKeyDictionary[Any, CompileReport] = WeakKeyDictionary()
 
 
 class CompileOptions(dict[str, Any]):
-    """Options of `torch.compile`.
+    """Options of `torch.compile`, with a report of what became codes, filled in as graphs are compiled."""
 
-    Attributes:
-        report: what became codes, filled in as graphs are compiled.
-
-    """
-
-    def __init__(self, options: dict[str, Any], report: CompileReport) -> None:
-        super().__init__(options)
-        self.report = report
+    report: CompileReport
 
 
 def compile_options(
@@ -70,7 +63,9 @@ def compile_options(
     flags(inputs=inputs)
     report = CompileReport()
     partition = Partition(budget, policy, inputs, lambda records: report.graphs.append(tuple(records)))
-    return CompileOptions({OPTION: partitioner(partition, _identity(partition))}, report)
+    options = CompileOptions({OPTION: partitioner(partition, _identity(partition))})
+    options.report = report
+    return options
 
 
 def compile(  # noqa: A001  as torch.compile

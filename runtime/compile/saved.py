@@ -251,7 +251,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _loss(returned: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return what leads to a loss: from a number that is returned back to a product or a sum of two tensors."""
+    """Return what leads to a loss: from a number that is returned back to a product or a sum of equal shapes."""
     nodes: set[fx.Node] = set()
     todo = [node for node in returned if (value := value_of(node)) is not None and not value.dim()]
     while todo:
@@ -259,12 +259,8 @@ def _loss(returned: Sequence[fx.Node]) -> set[fx.Node]:
         if node in nodes or node.op == "placeholder":
             continue
         nodes.add(node)
-        if node.target not in PRODUCTS and not _adds_tensors(node):
+        shapes = [value.shape for source in node.all_input_nodes if (value := value_of(source)) is not None]
+        sums = node.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
+        if node.target not in PRODUCTS and not sums:
             todo += node.all_input_nodes
     return nodes
-
-
-def _adds_tensors(node: fx.Node) -> bool:
-    """Whether a node is the sum of two tensors of one shape."""
-    shapes = [value.shape for source in node.all_input_nodes if (value := value_of(source)) is not None]
-    return node.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]

@@ -166,5 +166,4 @@ class Inverted(Pointwise):
 
     @cached_property
     def _derivatives(self) -> dict[torch.dtype, reference.Tabulated]:
-        kinds = self.derivatives.items()
-        return {dtype: reference.Tabulated(function, self.bits) for dtype, function in kinds}
+        return {dtype: reference.Tabulated(each, self.bits) for dtype, each in self.derivatives.items()}

@@ -89,13 +89,11 @@ class Gate(Kernel):
         return self.a(g) * self.b(u)
 
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
-        assert given.other is not None
         with inputs.without_autocast(given.x.device.type):
             return inputs.in_layout(self.value, given.dims, given.x, given.other), self.codes(given)
 
     def gradients(self, given: Backward) -> Two:
         g, u, dh, dg, du = given.saved, given.other, given.dy, None, None
-        assert g is not None and u is not None
         with inputs.without_autocast(dh.device.type):
             if given.wants_x:
                 dg = _pulled(self.a, g, dh * self.b(u))
@@ -104,12 +102,10 @@ class Gate(Kernel):
         return dg, du
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
-        assert given.other is not None
         (g, *rows_g), (u, *rows_u) = _rows(given.x), _rows(given.other)
         launch(self.forward, reference.tiles_of(y), threads_of(y.dtype), g, u, y, *rows_g, *rows_u, y.numel())
 
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
-        assert given.saved is not None and given.other is not None
         dh, (g, *rows_g), (u, *rows_u) = given.dy, _rows(given.saved), _rows(given.other)
         rest = g, u, dx, d_other, *rows_g, *rows_u, dh.numel()
         launch(self.backward, reference.tiles_of(dh), threads_of(dh.dtype), dh, *rest)

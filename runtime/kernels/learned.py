@@ -77,12 +77,11 @@ def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
         local = []
         for number in numbers:
             wide = next((i for i, size in enumerate(number.shape) if size > 1), None)
-            values: list[Placement] = []
-            gradients: list[Placement] = []
-            for placement in placements:
-                values.append(Shard(wide) if wide is not None and placement.is_shard(dim) else Replicate())
-                summed = placement.is_shard() and values[-1].is_replicate()
-                gradients.append(Partial() if summed else values[-1])
+            values: list[Placement] = [
+                Shard(wide) if wide is not None and each.is_shard(dim) else Replicate() for each in placements
+            ]
+            pairs = zip(placements, values, strict=True)
+            gradients = [Partial() if each.is_shard() and own.is_replicate() else own for each, own in pairs]
             local.append(number.redistribute(placements=values).to_local(grad_placements=gradients))
         return apply_learned(shard, local, dim, key)
 
@@ -133,7 +132,6 @@ class Learned(Kernel):
 
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
         x, numbers = given.x, given.other
-        assert numbers is not None
         y, columns, shape = torch.empty_like(x), _columns(numbers), (-1, numbers.shape[1], given.inner)
         with inputs.without_autocast(x.device.type):
             for part in _parts(x.numel(), *shape[1:]):
@@ -142,7 +140,6 @@ class Learned(Kernel):
 
     def gradients(self, given: Backward) -> Two:
         dy, saved, numbers = given.dy, given.saved, given.other
-        assert saved is not None and numbers is not None
         columns, shape, sums = _columns(numbers), (-1, numbers.shape[1], given.inner), []
         dx = torch.empty_like(dy) if given.wants_x else None
         with inputs.without_autocast(dy.device.type):
@@ -176,8 +173,7 @@ class Learned(Kernel):
         else:
             parts, across = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value)), channels or 1
         sums = None if d_other is None else d_other.new_empty(parts, *d_other.shape)
-        arguments = dy, given.saved, numbers, dx, sums, channels, beside, rows
-        launch(self.backward, parts * across, THREADS, *arguments)
+        launch(self.backward, parts * across, THREADS, dy, given.saved, numbers, dx, sums, channels, beside, rows)
         if d_other is not None and sums is not None:
             torch.sum(sums, 0, out=d_other)
 
@@ -188,11 +184,10 @@ def _columns(numbers: Tensor) -> tuple[Tensor, ...]:
 
 
 def _parts(size: int, channels: int, inner: int) -> Iterator[slice]:
-    """Yield slices of the rows of (rows, channels, inner), which depend on the sizes alone."""
+    """Return slices of the rows of (rows, channels, inner), which depend on the sizes alone."""
     width = max(channels * inner, 1)
-    step = max(PART // width, 1)
-    rows = size // width
-    yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    rows, step = size // width, max(PART // width, 1)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _channels(numbers: Any, inner: int) -> tuple[int | None, int | None]:

@@ -24,14 +24,7 @@ SHARE = 16  # elements of a block for each thread
 
 
 class RowTiling(NamedTuple):
-    """How rows of a given length are cut into blocks.
-
-    Attributes:
-        height, width: rows and columns of a block, powers of 2. A program has the rows of one block.
-        whole: whether a block holds whole rows.
-        threads: threads of a program.
-
-    """
+    """How rows are cut into blocks of height × width, powers of 2, one a program; and whether of whole rows."""
 
     height: int
     width: int
@@ -93,7 +86,6 @@ class Norm(Kernel):
 
     def gradients(self, given: Backward) -> Two:
         z, scale = given.saved, given.codes
-        assert z is not None and scale is not None
         dx = torch.empty_like(given.dy, dtype=DTYPES[given.dtype])
         gradients, normalised, results = (tensor.view(-1, given.inner) for tensor in (given.dy, z, dx))
         inverses = scale.view(-1, 1)

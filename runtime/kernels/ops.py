@@ -27,6 +27,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import starmap
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -53,14 +54,13 @@ _home = sys.modules[__name__.removesuffix(".runtime.kernels.ops")]
 NAMESPACE: str = getattr(_home, "__ops__", _home.__name__.replace(".", "_"))
 ops: Any = getattr(torch.ops, NAMESPACE)
 Function = TypeVar("Function", bound=Callable[..., Any])
-Dims = Sequence[int] | None
 Two = tuple[Tensor, Tensor]
 Batches = tuple[tuple[Tensor, ...], tuple[int, ...]]
 
 
 def differentiable(
     x: Tensor, other: Tensor | None, dtype: torch.dtype, key: str, *, inner: int = 1, eps: float = 0.0,
-    dims: Dims = None,
+    dims: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y in `dtype`, saving for backward what the kernel needs; the tensors are in memory order.
 
@@ -127,10 +127,9 @@ def _backward_triton(*arguments: Any) -> Two:
     if given.dy.dtype not in KERNEL_DTYPES or not given.dy.numel():
         return _backward_reference(*arguments)
     dx, d_other = _backward_fake(*arguments)
+    wanted = dx if given.wants_x else None, d_other if given.wants_other else None
     with torch.cuda.device_of(dx):
-        find(given.key).launch_backward(
-            given, dx if given.wants_x else None, d_other if given.wants_other else None
-        )
+        find(given.key).launch_backward(given, *wanted)
     return dx, d_other
 
 
@@ -225,12 +224,9 @@ def _flat(kernel: Kernel, size: int, in_dims: Any, *tensors: Tensor | None) -> I
 
 def _by_element(op: Any, size: int, in_dims: Any, arguments: Any) -> Batches:
     """Call an op for each element of a batch."""
-
-    def element(i: int) -> Any:
-        pairs = zip(arguments, in_dims, strict=True)
-        return op(*(tensor if dim is None else tensor.select(dim, i).contiguous() for tensor, dim in pairs))
-
-    return tuple(map(torch.stack, zip(*map(element, range(size)), strict=True))), (0, 0)
+    pairs = [*zip(arguments, in_dims, strict=True)]
+    elements = ([x if dim is None else x.select(dim, i).contiguous() for x, dim in pairs] for i in range(size))
+    return tuple(map(torch.stack, zip(*starmap(op, elements), strict=True))), (0, 0)
 
 
 def _forward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Batches:

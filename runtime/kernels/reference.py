@@ -60,10 +60,12 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
 
     A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0.
     """
-    flat = x.view(-1)
-    tiles = tiles_of(x)
-    if x.numel() <= COLUMNS:
-        return _encode_row(flat, borders, bits, even)
+    flat, tiles = x.view(-1), tiles_of(x)
+    if x.numel() <= COLUMNS:  # the codes of at most a row are its words: few operations, to save overhead
+        codes, flat = x.new_zeros(bytes_of_codes(x, bits), dtype=torch.uint8), flat.to(arithmetic_dtype(x))
+        above = (flat.abs() if even else flat)[:, None] > constant(borders, flat.dtype, x.device)
+        torch.sum(above, 1, dtype=torch.uint8, out=codes[: x.numel()])
+        return codes
     codes = x.new_empty(bytes_of_codes(x, bits), dtype=torch.uint8)
     half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
     table = _by_pattern(borders, x.dtype, even) if half else None
@@ -71,15 +73,6 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
         part = flat[element]
         code = _count(part, borders, even) if table is None else table.index_select(0, _patterns(part))
         _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
-    return codes
-
-
-def _encode_row(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
-    """Return the codes of at most a row, which are its words, in few operations to save overhead."""
-    codes = x.new_zeros(bytes_of_codes(x, bits), dtype=torch.uint8)
-    x = x.to(arithmetic_dtype(x))
-    above = (x.abs() if even else x)[:, None] > constant(borders, x.dtype, x.device)
-    torch.sum(above, 1, dtype=torch.uint8, out=codes[: x.numel()])
     return codes
 
 

@@ -16,10 +16,10 @@ Two = tuple[Tensor | None, Tensor | None]
 
 
 class Forward(NamedTuple):
-    """The arguments of the op `forward`; `ops` says what they are."""
+    """The arguments of the op `forward`; `ops` says what they are. `other` is None where a kind has none."""
 
     x: Tensor
-    other: Tensor | None
+    other: Any
     inner: int
     eps: float
     dims: Sequence[int] | None
@@ -28,12 +28,12 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The arguments of the op `backward`."""
+    """The arguments of the op `backward`, likewise."""
 
     dy: Tensor
-    saved: Tensor | None
-    other: Tensor | None
-    codes: Tensor | None
+    saved: Any
+    other: Any
+    codes: Any
     inner: int
     dtype: int
     wants_x: bool

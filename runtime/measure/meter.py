@@ -38,16 +38,11 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> i
 
 # PyTorch's counter of FLOPs does not know the products of experts, nor the fused attention of the CPU, whose
 # arguments begin as the GPU's do.
-FLOPS: dict[Any, Callable[..., int]] = {
-    GROUPED: _grouped,
-    **flop_registry,
-    **{cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()},
-}
+FLOPS: dict[Any, Callable[..., int]] = {GROUPED: _grouped, **flop_registry}
+FLOPS |= {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()}
 
 # Operations that take about CURVED FLOPs for each element; the others count one.
-HEAVY = (
-    *("exp", "erf", "tanh", "gelu", "silu", "sigmoid", "softmax", "mish", "softplus", "pow", "log", "sin", "cos"),
-)
+HEAVY = "exp", "erf", "tanh", "gelu", "silu", "sigmoid", "softmax", "mish", "softplus", "pow", "log", "sin", "cos"
 
 
 @dataclass(frozen=True)

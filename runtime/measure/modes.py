@@ -8,8 +8,7 @@ import torch
 
 from fitact.runtime.torch_internals import FakeTensor, TorchDispatchMode
 
-META = torch.device("meta")
-DEVICE = torch.ops.prim.device.default
+META, DEVICE = torch.device("meta"), torch.ops.prim.device.default
 
 
 class OperationMode(TorchDispatchMode):

@@ -19,8 +19,8 @@ HIDDEN = 1024
 EXPANSION = 4
 
 
-class MLP(nn.Module):
-    """up → activation → down."""
+class MLP(nn.Sequential):
+    """up → activation → down → dropout."""
 
     def __init__(self, activation: nn.Module, hidden: int = HIDDEN, dropout: float = 0.0) -> None:
         super().__init__()
@@ -28,11 +28,6 @@ class MLP(nn.Module):
         self.activation = activation
         self.down = nn.Linear(EXPANSION * hidden, hidden)
         self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, of the shape of x."""
-        y: Tensor = self.dropout(self.down(self.activation(self.up(x))))
-        return y
 
 
 class GatedMLP(nn.Module):
@@ -143,15 +138,8 @@ def closed_form(batch: int, seq: int, hidden: int, heads: int, element: int = 2)
 
     Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198,
     section 4.1: attention that is not fused, an MLP that expands 4 times, three dropouts with masks of one byte
-    per element. The mean and deviation that a norm saves for each row are not counted.
-
-    Args:
-        batch: b.
-        seq: s.
-        hidden: h.
-        heads: a.
-        element: bytes of an activation's element.
-
+    per element. The mean and deviation that a norm saves for each row are not counted. b, s, h and a are `batch`,
+    `seq`, `hidden` and `heads`; `element` is the bytes of an activation's element.
     """
     unit, scores = batch * seq * hidden, batch * seq * seq * heads
     return {

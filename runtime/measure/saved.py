@@ -28,15 +28,13 @@ from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, ver
 
 from .modes import OperationMode
 
-ACTIVATIONS = frozenset(
-    [
-        *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
-        *("mish", "prelu", "relu", "relu6", "rrelu", "selu", "sigmoid", "silu", "softplus", "softshrink"),
-        *("softsign", "tanh", "tanhshrink", "threshold", "fitact.forward"),
-    ]
+ACTIVATIONS = (
+    *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
+    *("mish", "prelu", "relu", "relu6", "rrelu", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign"),
+    *("tanh", "tanhshrink", "threshold", "fitact.forward"),
 )
-ATTENTION = frozenset(["multi_head_attention_forward", "scaled_dot_product_attention"])
-LOSSES = frozenset(["cross_entropy", "nll_loss", "log_softmax", "mse_loss", "binary_cross_entropy_with_logits"])
+ATTENTION = "multi_head_attention_forward", "scaled_dot_product_attention"
+LOSSES = "cross_entropy", "nll_loss", "log_softmax", "mse_loss", "binary_cross_entropy_with_logits"
 # Operators, by the names of their functions.
 PLAIN = {f"r{name}": name for name in ("mul", "add", "sub", "matmul", "pow")}
 PLAIN |= {"rtruediv": "div", "truediv": "div", "native_dropout": "dropout"}
@@ -125,11 +123,8 @@ class Saved:
     def add(self, tensor: Tensor, kind: str = "") -> Callable[[], None]:
         """Count a tensor's storage, if it is new and no module owns it; by default its kind is the operation's.
 
-        A sparse tensor, which has no storage, is not counted.
-
-        Returns:
-            A function to call if the tensor turns out not to be saved.
-
+        A sparse tensor, which has no storage, is not counted. What is returned is to be called if the tensor turns
+        out not to be saved.
         """
         key = storage_id(tensor)
         if tensor.layout is not torch.strided or key in self.owned:

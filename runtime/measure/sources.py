@@ -200,12 +200,9 @@ def from_callable(call: Callable[..., Any] | str) -> Source:
 def model_and_batches(call: str, batch: int, seq: int) -> tuple[nn.Module, Iterable[Any]]:
     """Call a user's function for a model with values and for batches of inputs.
 
-    Args:
-        call: the function's place, `"module:function"`. It may take arguments `batch` and `seq`, and returns the
-            model and the inputs, as for `from_callable`; or the model and any other iterable, such as a generator
-            or a DataLoader, of inputs.
-        batch: passed if it takes it.
-        seq: passed if it takes it.
+    Its place is `"module:function"`. It gets `batch` and `seq` if it takes them, and returns the model and the
+    inputs, as for `from_callable`; or the model and any other iterable, such as a generator or a DataLoader, of
+    inputs.
 
     Raises:
         UsageError: there is no such function, it fails, or it returns something else.

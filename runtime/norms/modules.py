@@ -66,7 +66,7 @@ class _Norm(nn.Module):
 
     centred: ClassVar[bool]
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None) -> None:
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
         super().__init__()
         self.normalized_shape = _shape(normalized_shape)
         self.eps = eps
@@ -107,6 +107,9 @@ class MSRMSNorm(_Norm):
     """
 
     centred = False
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None) -> None:
+        super().__init__(normalized_shape, eps)
 
 
 def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -115,15 +115,6 @@ def _zeros(shape: tl.constexpr, count: tl.constexpr):
 
 
 @jit
-def _trips(left, size: tl.constexpr, whole: tl.constexpr):
-    """Return how many trips of a size what is left of the tensor takes."""
-    if whole:
-        return TRIPS
-    else:
-        return tl.minimum(tl.cdiv(left, size), TRIPS).to(tl.int32)
-
-
-@jit
 def _gradients(
     dy, saved, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
     count: tl.constexpr, whole: tl.constexpr,
@@ -154,7 +145,7 @@ def _beside(
     row = first + tl.arange(0, HEIGHT)[:, None]
     at = row * channels + column
     added = _zeros((HEIGHT, WIDTH), wanted)
-    for trip in range(_trips(rows - first, HEIGHT, whole)):
+    for trip in range(TRIPS if whole else tl.minimum(tl.cdiv(rows - first, HEIGHT), TRIPS).to(tl.int32)):
         inside = (row + trip * HEIGHT < rows) & valid
         added = _gradients(dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole)
         at += HEIGHT * channels
@@ -174,7 +165,7 @@ def _apart(
     own = _loaded(numbers + channel, 1 if channels is None else channels, count)
     start = part * (BLOCK * TRIPS)
     added = _zeros((BLOCK,), wanted)
-    for trip in range(_trips(size - start, BLOCK, whole)):
+    for trip in range(TRIPS if whole else tl.minimum(tl.cdiv(size - start, BLOCK), TRIPS).to(tl.int32)):
         index = start + trip * BLOCK
         inside = index + tl.arange(0, BLOCK) < size
         if channels is None:
