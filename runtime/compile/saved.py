@@ -184,7 +184,8 @@ class _Graph:
                 todo |= {self.places[user] for user in current.users}
         first = first or Reader("", "read by nothing that is quantised")
         made = None if first.reason == SOFTMAX else self._made(base)
-        return (made or first)._replace(sharp=sharp or base.target is aten.tanh.default, fused=fused)
+        read = made or first
+        return Reader(read.kind, read.reason, sharp or base.target is aten.tanh.default, fused)
 
     def _reads(self, node: fx.Node, passing: Collection[fx.Node]) -> Reader | None:
         """Return what a node is as a reader of the nodes that are found; None if it passes their elements on."""
