@@ -73,7 +73,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Gathers what goes into activations: a mode in which a model runs, whose modules may be changed."""
+    """Gathers what activations are given: a mode in which a model runs, whose modules may be changed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -168,12 +168,13 @@ class Quantising(Capture):
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised; what is stored as it is takes the place of its codes."""
-        stored = self._quantised(tensor, mark) if grows else None
-        if stored is None:
-            codes = [other for other in mark.alive(version_of_saved(tensor)) if type(other) is Quantised]
-            stored = super().added(tensor, mark, grows)
-            for other in codes:
-                other.read_exact(stored)
+        quantised = self._quantised(tensor, mark) if grows else None
+        if quantised is not None:
+            return quantised
+        codes = [other for other in mark.alive(version_of_saved(tensor)) if type(other) is Quantised]
+        stored = super().added(tensor, mark, grows)
+        for other in codes:
+            other.read_exact(stored)
         return stored
 
     def _least(self, call: Call | None) -> float:
