@@ -113,9 +113,8 @@ def _solved(segments: Sequence[Segment], room: int, host: int) -> Answer | None:
     variables = zip(*np.split(np.eye(2 * total), 2), strict=True)  # a row for each n, and one for its u
     scale = max(room, 1)
     constraints: list[tuple[Any, float, float]] = []  # each a row, and its bounds
-    before = times = pinned = np.zeros(
-        2 * total
-    )  # rows: bytes saved by earlier segments, seconds, bytes on the host
+    # rows: bytes saved by earlier segments, seconds, bytes on the host
+    before = times = pinned = np.zeros(2 * total)
     grads = sum(segment.count * segment.grads for segment in segments)
     worst = 0  # the most that they can save
     for segment, policies in zip(segments, useful, strict=True):
@@ -128,9 +127,8 @@ def _solved(segments: Sequence[Segment], room: int, host: int) -> Answer | None:
             base = grads + (segment.count - 1) * segment.grads + cost.peak
             gain = cost.saved - segment.grads
             most = max(most, gain)
-            big = max(
-                0, worst + segment.count * most + base + max(-gain, 0) - room
-            )  # lifts the limit where u is 0
+            # lifts the limit where u is 0
+            big = max(0, worst + segment.count * most + base + max(-gain, 0) - room)
             constraints.append(((ahead + big * u) / scale, -np.inf, (room - base + big) / scale))
             ahead = ahead + gain * n
             constraints.append(((ahead + big * u) / scale, -np.inf, (room - base + gain + big) / scale))
