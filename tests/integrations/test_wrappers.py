@@ -1,8 +1,10 @@
 """The tables of docs/integrations.md and docs/qlora.md: adapters and layers of others, converted and compared."""
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +48,13 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "P-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 64, **TOKENS}),
 }
 QUICK = ("DoRA", "IA3")
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """BOFT sets CXX=gcc for all that follows, and then a compiler links C++ without its library."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def llama() -> Any:
