@@ -232,6 +232,30 @@ def test_functions_that_read_no_codes(name: str, error: str, outside: bool) -> N
     assert after <= before
 
 
+# What reads the codes that another function has had made, or a mean that is computed from them.
+SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm of a vector": lambda z: z.norm(dim=-1),
+    "norm in torch.linalg": lambda z: torch.linalg.vector_norm(z, dim=-1),
+    "RMSNorm by hand": lambda z: z * torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_functions_that_read_codes(name: str) -> None:
+    """A number takes 8 bits, and the scales of its block; nothing is stored beside these but few numbers."""
+    x, weight = torch.randn(1024, 32), torch.randn(32, 32, requires_grad=True)
+    call = SMOOTH[name]
+    _, after = both_ways(lambda w: (z := x @ w, F.gelu(z) + call(z).sum())[1], weight, error="rounding", most=0.02)
+    norms = 0 if name == "RMSNorm by hand" else 4 * len(x)  # which PyTorch saves
+    assert after - x.nbytes - norms < 1.1 * x.numel()
+
+
+def test_a_tanh_of_large_numbers() -> None:
+    x = 6 * torch.randn(64, 256)
+    before, after = both_ways(lambda x: torch.tanh(x * 1), x.requires_grad_(), error="coarse", most=0.02)
+    assert after - x.nbytes < 0.3 * (before - x.nbytes)
+
+
 @pytest.mark.parametrize("two", [lambda f, h: f(h, 2), lambda f, h: f(2, h), lambda f, h: f(h, h)], ids="hlb")
 @pytest.mark.parametrize("function", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow])
 def test_operators_are_recomputed(function: Callable[[Any, Any], Any], two: Callable[..., Tensor]) -> None:
