@@ -58,12 +58,19 @@ def storage_id(of: Tensor | torch.UntypedStorage) -> int:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Return whether nothing else refers to a tensor's memory, as if it had just been made."""
+    """Return whether nothing else refers to a tensor's memory, which is PyTorch's, as if it had just been made."""
 
     def users(of: Tensor) -> int:
         return torch._C._storage_Use_Count(of.untyped_storage()._cdata)
 
-    return users(tensor) <= users(torch.empty(0))
+    return users(tensor) <= users(torch.empty(0)) and tensor.untyped_storage().resizable()
+
+
+def has_batched_gradients() -> bool:
+    """Return whether `torch.autograd.grad` with `is_grads_batched=True` runs; to ask takes two changes."""
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level > 1
 
 
 # How often a tensor that autograd saves, which is never one of inference mode, has been changed in place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import weakref
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -28,6 +30,7 @@ from fitact.runtime.torch_internals import (
     next_call,
     saved_tensor_hooks,
     top_hooks,
+    version_of,
     version_of_saved,
     without_torch_function,
 )
@@ -153,19 +156,20 @@ class Capture(TorchFunctionMode):
 
     @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if torch.compiler.is_compiling() or (rule := RULES[func]) is None:
-            return func(*args, **(kwargs or {}))
-        if not torch.is_grad_enabled():
-            if func in CHANGES:
-                protect(changed(args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-        hooks = top_hooks()
+            return func(*args, **kwargs)
+        hooks = top_hooks() if torch.is_grad_enabled() else None
         if not hooks or hooks[0] is not self._pack:
-            return func(*args, **(kwargs or {}))
+            tensors = written(func, args, kwargs)
+            if not tensors:
+                return func(*args, **kwargs)
+            with changing(tensors):
+                return func(*args, **kwargs)
         self.autocast = any_autocast()
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
-        return rule(self, func, args, kwargs or {})
+        return (RULES[CHANGING] if "out" in kwargs else rule)(self, func, args, kwargs)
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
         """Make a call as if the model had made it."""
@@ -179,6 +183,11 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs) if instead is None else instead()
         finally:
             self.current = None
+
+    def writing(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a call that may change some of its arguments in place."""
+        with changing(written(func, args, kwargs)):
+            return self.plain(func, args, kwargs)
 
     def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], recomputed_by: Any = None) -> Any:
         """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
@@ -229,7 +238,7 @@ class Capture(TorchFunctionMode):
             if isinstance(x, list | tuple):
                 self._record_liger(x)
             elif isinstance(x, Tensor) and is_plain(x) and is_known(x) and not version_of_saved(x):
-                mark, node = marked(x.untyped_storage(), self.hooks), x.grad_fn
+                mark, node = marked(x, self.hooks), x.grad_fn
                 if mark.recompute is None and not mark.has(0) and calls_of(node) >= self._first_call:
                     call = liger_call(x)
                     recompute = None if call is None else set_recompute(self, x, *call, {})
@@ -253,7 +262,9 @@ class Capture(TorchFunctionMode):
         ):
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
-        mark = marked(storage, self.hooks)
+        mark = marked(tensor, self.hooks)
+        if not mark.is_of(tensor, version):
+            return self._stored(tensor)
         stored = mark.same(tensor, version) if mark.known else None
         if stored is not None:
             stored.ours, stored.saved = False, True
@@ -411,9 +422,11 @@ class Capture(TorchFunctionMode):
                 variable = next(same, None)
             elif calls_of(copy.grad_fn) < self._first_call:
                 return None  # made before the context was entered: the parameter may have been changed since
-        if variable is None or variable.shape != copy.shape or type(variable) not in PLAIN:
+        if variable is None or type(variable) not in PLAIN:
             return None
-        casts = marked(variable.untyped_storage(), self.hooks)
+        if (variable.shape, variable.device) != (copy.shape, copy.device):
+            return None
+        casts = marked(variable, self.hooks)
         key = copy.dtype, layout_of(variable)
         known = casts.casts.get(key) if casts.casts else None
         recompute: Recompute | None = known() if known else None
@@ -452,8 +465,10 @@ PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return whether a tensor is dense or a view of a dense one, and of no class of the user's."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided
+    """Return whether a tensor's numbers are those in its memory, dense or a view, and it is of no user's class."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_neg() or tensor.is_nested)
 
 
 def set_recompute(
@@ -484,10 +499,12 @@ def set_recompute(
         if strided and first.untyped_storage() is storage:
             return None  # a view
         try:
-            recompute = Recompute(function, args, kwargs, output, capture.hooks, capture.autocast, version)
+            # autocast never changes what is computed in place
+            autocast = capture.autocast and not version
+            recompute = Recompute(function, args, kwargs, output, capture.hooks, autocast, version)
         except Unsuitable:
             return None
-        marked(storage, capture.hooks).recompute = recompute
+        marked(output, capture.hooks).recompute = recompute
         return recompute
 
 
@@ -496,32 +513,67 @@ def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     return func, (*args, *kwargs.values()) if kwargs else args
 
 
-def changed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a call changes in place: its first argument, or the one of such a name."""
-    return args[0] if args else next((kwargs[name] for name in CHANGED if name in kwargs), None)
+def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Return what a call changes in place: its `out`, its first argument, or what it may by one of FLAGS."""
+    tensors: Any = ()
+    if "out" in kwargs:
+        tensors = kwargs["out"]
+    elif func in CHANGES:
+        tensors = args[0] if args else [kwargs[name] for name in CHANGED if name in kwargs]
+    elif (flag := FLAGS.get(func)) is not None:
+        given = dict(zip(inspect.unwrap(func).__code__.co_varnames, args, strict=False)) | kwargs
+        if given.get(flag, flag == "use_input_stats"):
+            tensors = [given.get(name) for name in WRITTEN[flag]]
+    return tensors if isinstance(tensors, list | tuple) else (tensors,)
 
 
-def protect(tensor: Any) -> None:
-    """Copy what something is recomputed from, because the tensor is about to be changed in place."""
-    mark = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
-    if mark is not None:
-        for stored in mark.needed():
-            with quietly():
-                stored.copy(tensor.untyped_storage())
+@contextmanager
+def changing(tensors: Sequence[Any]) -> Iterator[None]:
+    """Copy what something is recomputed from, because tensors are changed in place in this context."""
+    before = [protect(tensor) for tensor in tensors]
+    yield
+    for mark, version in filter(None, before):  # whether or not PyTorch counts the change
+        mark.oldest = max(mark.oldest, version) + 1
+
+
+def protect(tensor: Any) -> tuple[Mark, int] | None:
+    """Copy what something is recomputed from, because the tensor is about to be changed in place.
+
+    Returns the mark on its memory, if it has one, and its version.
+    """
+    mark: Mark | None = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
+    if mark is None:
+        return None
+    for stored in mark.needed():
+        with quietly():
+            stored.copy(tensor.untyped_storage())
+    return mark, version_of(tensor)
 
 
 CHANGED = "input", "self", "tensor"
 CHANGING = Tensor.add_  # whose rule is that of all functions that change a tensor in place
 CHANGES: set[Any] = set()  # these functions, as far as they were met
+# Functions that change something in place if an argument says so, by its name, and what that is.
+FLAGS: dict[Any, str] = {
+    function: "inplace"
+    for function in map(inspect.unwrap, filter(inspect.isfunction, vars(F).values()))
+    if "inplace" in function.__code__.co_varnames
+}
+FLAGS |= {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+FLAGS |= {F.embedding: "max_norm", F.embedding_bag: "max_norm"}
+_STATISTICS = "running_mean", "running_var"  # PyTorch does not count that it changes these
+WRITTEN = {"inplace": ("input",), "max_norm": ("weight",), "training": _STATISTICS, "use_input_stats": _STATISTICS}
+# Functions that save nothing and change no number, such as attributes.
+IDLE = ["__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "requires_grad_", "detach_"]
 
 
 class _Rules(dict[Any, Rule | None]):
-    """The rule of each function; None for those that save nothing and change nothing, such as attributes."""
+    """The rule of each function; None for IDLE ones."""
 
     def __missing__(self, func: Any) -> Rule | None:
-        name = getattr(func, "__name__", "")
-        rule: Rule | None = Capture.plain
-        if name in ("__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point"):
+        name = getattr(func, "__name__", "").partition(".")[0]  # what follows is an operator's overload
+        rule: Rule | None = Capture.writing if func in FLAGS else Capture.plain
+        if name in IDLE:
             rule = None
         elif (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE):
             rule = self[CHANGING]

@@ -41,9 +41,9 @@ IN_PLACE = {
     "__ipow__": "pow",
 }
 # What reads a tensor at indices: no index is as large as the largest size of the tensors it reads.
-INDEXING = """gather index_select take_along_dim __getitem__ index_add index_add_ scatter scatter_ scatter_add
-    scatter_add_ index_copy index_copy_ index_fill embedding topk sort max min kthvalue median mode __setitem__
-    index_put index_put_"""
+INDEXING = """gather index_select __getitem__ index_add index_add_ scatter scatter_ scatter_add scatter_add_
+    index_copy index_copy_ index_fill embedding topk sort max min kthvalue median mode __setitem__ index_put
+    index_put_"""
 # Products of matrices, whose arguments autocast casts and which save these copies alone.
 _PRODUCTS = """
     linear bilinear addmm addbmm baddbmm bmm mm matmul chain_matmul conv1d conv2d conv3d conv_transpose1d

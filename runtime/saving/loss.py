@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import (
     cross_entropy_backward,
+    has_batched_gradients,
     in_functorch_transform,
     is_alone,
     mark_of,
@@ -54,10 +56,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, target = ctx.saved_tensors
         around = nullcontext() if ctx.autocast is None else torch.autocast(x.device.type, ctx.autocast)
-        if torch.is_grad_enabled():  # a second derivative is wanted
-            with around:
-                loss = F.cross_entropy(x, target, ignore_index=ctx.ignored, reduction=ctx.reduction)
-            return *torch.autograd.grad(loss, x, grads, create_graph=True), None, None, None
+        if torch.is_grad_enabled() or has_batched_gradients():  # a second derivative, or many gradients at once
+            with around, torch.enable_grad():
+                logits = x if x.requires_grad else x.detach().requires_grad_()
+                loss = F.cross_entropy(logits, target, ignore_index=ctx.ignored, reduction=ctx.reduction)
+            return *torch.autograd.grad(loss, logits, grads, create_graph=True), None, None, None
         # logits that were just recomputed, for nobody else, make room for their gradient
         grad, gradient = grads[0], x.detach() if is_alone(x) else torch.empty_like(x)
         if ctx.reduction == "mean":  # as PyTorch divides
@@ -85,11 +88,11 @@ def by_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the loss of logits that take fewer bytes than float32; None if PyTorch's own stores no more."""
     given: dict[str, Any] = {**_ARGUMENTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     x, target, reduction, ignored = (given.pop(name) for name in ("input", "target", "reduction", "ignore_index"))
-    if any(isinstance(option, Tensor) or bool(option) for option in given.values()):
+    if given.pop("label_smoothing") or any(option is not None for option in given.values()):
         return None
     if not (isinstance(x, Tensor) and isinstance(target, Tensor) and x.requires_grad) or in_functorch_transform():
         return None
-    if not (x.dim() == 2 and x.is_contiguous() and x.numel()):
+    if not (x.dim() == 2 and x.is_contiguous() and x.numel()) or unpack_dual(x).tangent is not None:
         return None
     if target.dtype != torch.int64 or target.shape != x.shape[:1] or not _is_narrow(x):
         return None

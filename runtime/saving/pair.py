@@ -145,7 +145,7 @@ class WithoutMode(Capture):
 
     def _quantised(self, tensor: Tensor, bits: int) -> Quantised | None:
         """Return the codes of a tensor's memory, once for all its views; None if it has to be stored as it is."""
-        mark, version = marked(tensor.untyped_storage(), self.hooks), version_of_saved(tensor)
+        mark, version = marked(tensor, self.hooks), version_of_saved(tensor)
         for stored in mark.alive(version):
             if type(stored) is not Quantised:
                 return None  # it is stored already

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
+from numbers import Number
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import (
+    any_autocast,
     mark_of,
     next_call,
     version_guard,
@@ -41,6 +43,7 @@ Store = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are recomputed for a byte of a tensor; before a wider copy is made of it
 # Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
 SUMS = 8
+CONSTANT = frozenset(map(type, (None, True, 0, 0.0, "", ..., torch.float32, torch.strided, torch.preserve_format)))
 WAITS = 4  # computations in a row that wait for a tensor to be stored
 
 
@@ -87,6 +90,11 @@ class Operand:
         tensor = self.weak()  # the user's, whose `data` may have been replaced
         return None if tensor is None or mark_of(tensor.untyped_storage()) is not self.mark else tensor
 
+    def _is_there(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is unchanged and has its memory, which FSDP takes from weights between uses."""
+        unchanged = version_of_saved(tensor) == self.version and self.mark.is_of(tensor, self.version)
+        return unchanged and tensor.untyped_storage().nbytes() >= min(tensor.nbytes, 1)
+
     def store(self, store: Store) -> Stored | Computed | None:
         """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
         if self.later is not None:
@@ -99,17 +107,12 @@ class Operand:
                 return None
             stored.readers += 1
             stored.needed = True
-        elif (tensor := self._alive()) is not None and _is_there(tensor, self.version):
+        elif (tensor := self._alive()) is not None and self._is_there(tensor):
             stored = store(tensor, self.mark, self.grows)
             stored.ours = stored.needed = True
         if stored is not None and self.weak is not None:
             self.tensor = None  # what is stored has it, or codes of it, or the hooks elsewhere
         return stored
-
-
-def _is_there(tensor: Tensor, version: int) -> bool:
-    """Return whether a tensor is unchanged and has its memory; FSDP takes it from weights between their uses."""
-    return version_of_saved(tensor) == version and tensor.untyped_storage().nbytes() >= min(tensor.nbytes, 1)
 
 
 class Unsuitable(Exception):  # noqa: N818  no error
@@ -181,18 +184,23 @@ class Recompute:
             self._autocast = None if dtype is None else (device, dtype)
 
     def _taken(self, arguments: Iterable[Any]) -> list[Any]:
+        """Return arguments with operands in place of tensors; nothing in them can change."""
         taken: list[Any] = []
         for argument in arguments:
             kind = type(argument)
             if kind is Tensor or isinstance(argument, Tensor):
                 taken.append(self._operand(argument))
+            elif kind in CONSTANT:
+                taken.append(argument)
             elif kind is Operand:
                 self.operands.append(argument)
                 taken.append(argument)
-            elif kind is tuple or kind is list:
-                taken.append(kind(self._taken(argument)))
-            else:
+            elif isinstance(argument, tuple | list):
+                taken.append(list(self._taken(argument)) if kind is list else tuple(self._taken(argument)))
+            elif isinstance(argument, Number) or (kind is slice and _is_constant(argument)):
                 taken.append(argument)
+            else:  # an array, say, which may change
+                raise Unsuitable
         return taken
 
     def _operand(self, tensor: Tensor) -> Operand:
@@ -201,7 +209,9 @@ class Recompute:
         storage = tensor.untyped_storage()
         if storage is self._storage or tensor.is_inference() or tensor.is_complex():
             raise Unsuitable
-        mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
+        mark, version, layout = marked(tensor, self._hooks), version_of_saved(tensor), layout_of(tensor)
+        if not mark.is_of(tensor, version) or tensor.is_neg():
+            raise Unsuitable
         operand = Operand(mark, version, layout)
         self.operands.append(operand)
         inner: Recompute | None = mark.recompute
@@ -307,18 +317,24 @@ class Recompute:
     def run(self, values: Sequence[Stored | Computed]) -> Tensor:
         """Compute the tensor."""
         pairs = zip(values, self.operands, strict=True)
-        tensors = iter([value.read(operand.layout) for value, operand in pairs])
-        args = [_filled(argument, tensors) for argument in self._args]
-        kwargs = {name: _filled(argument, tensors) for name, argument in self._kwargs.items()}
-        if self._autocast is None:
+        tensors = [value.read(operand.layout) for value, operand in pairs]
+        filling = iter(tensors)
+        args = [_filled(argument, filling) for argument in self._args]
+        kwargs = {name: _filled(argument, filling) for name, argument in self._kwargs.items()}
+        if self._autocast is None and not any_autocast():
             made = self._function(*args, **kwargs)
         else:
-            with torch.autocast(*self._autocast):
+            device, dtype = self._autocast or (max(tensors, key=Tensor.dim).device.type, None)
+            with torch.autocast(device, dtype, enabled=dtype is not None):
                 made = self._function(*args, **kwargs)
         if layout_of(made) == self._layout:
             return made
         size, stride, _ = self._layout
         return torch.empty_strided(size, stride, dtype=made.dtype, device=made.device).copy_(made)
+
+
+def _is_constant(part: slice) -> bool:
+    return all(end is None or isinstance(end, Number) for end in (part.start, part.stop, part.step))
 
 
 def _filled(argument: Any, tensors: Any) -> Any:

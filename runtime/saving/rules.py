@@ -22,15 +22,15 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .attention import RecomputedAttention, attention, recomputed
-from .capture import CHANGES, RULES, Capture, Function, changed, is_plain, protect, set_recompute
+from .capture import CHANGES, RULES, Capture, Function, changing, is_plain, set_recompute, written
 from .loss import by_rows
 from .recompute import Operand
 from .storage import Stored, layout_of, marked
 
+Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns what another writes in place
+
 
 def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if kwargs and "out" in kwargs:
-        return _changing(capture, func, args, kwargs, x=kwargs["out"])
     if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or any(argument is True for argument in args[1:])):
         pure = (
             [False if argument is True else argument for argument in args],
@@ -49,7 +49,7 @@ def _hardtanh(capture: Capture, func: Function, args: Sequence[Any], kwargs: dic
 
 def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make the two calls that PyTorch makes for a number divided by a tensor."""
-    if len(args) < 2 or not isinstance(args[1], int | float):
+    if len(args) < 2 or not isinstance(args[1], int | float) or not is_plain(args[0]):
         return capture.plain(func, args, kwargs)
     return capture.call(Tensor.mul, capture.call(Tensor.reciprocal, args[0]), args[1])
 
@@ -72,16 +72,21 @@ def _changing(
     func: Function,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    pure: tuple[Function, Sequence[Any], dict[str, Any]] | None = None,
-    x: Any = None,
+    pure: Pure | None = None,
 ) -> Any:
-    """Make a call that changes x in place, by default its first argument."""
-    x = changed(args, kwargs) if x is None else x
-    if not is_plain(x):
-        return func(*args, **kwargs)
+    """Make a call that changes tensors in place."""
+    tensors = written(func, args, kwargs)
+    with changing(tensors):
+        if len(tensors) == 1 and is_plain(tensors[0]):
+            return _changing_one(capture, tensors[0], func, args, kwargs, pure)
+        return capture.plain(func, args, kwargs)
+
+
+def _changing_one(
+    capture: Capture, x: Tensor, func: Function, args: Sequence[Any], kwargs: dict[str, Any], pure: Pure | None
+) -> Any:
     mark, layout = mark_of(x.untyped_storage()), layout_of(x)
     recompute = before = None
-    protect(x)
     if mark is not None:
         if func in cheap.PURE:
             pure = cheap.PURE[func], args, kwargs
@@ -90,7 +95,8 @@ def _changing(
         before = mark.recompute
         if before is not None and (before.version != version_of(x) or base_of(x) is not None):
             before = None
-        same_dtype = all(argument.dtype == x.dtype for argument in args if isinstance(argument, Tensor))
+        given = (*args, *kwargs.values())
+        same_dtype = all(argument.dtype == x.dtype for argument in given if isinstance(argument, Tensor))
         if pure is not None and before is not None and same_dtype:
             recompute = set_recompute(capture, x, *pure, version=1)
             if recompute is None:
@@ -148,10 +154,8 @@ def dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
         p: the probability of a 0.
 
     """
-    if mask.dtype != torch.bool:
-        return x * mask
     if not x.is_cuda:
-        return (x * mask).mul_(1 / (1 - p))
+        return x * (mask.to(x.dtype).div_(1 - p) if mask.dtype == torch.bool else mask)
     # the kernel computes in float32, from 1 - p in float32
     wide, keep = (torch.float64, 1 - p) if x.dtype == torch.float64 else (torch.float32, c_float(1 - p).value)
     return (x.to(wide) * mask).mul_(1 / keep).to(x.dtype)
@@ -181,8 +185,8 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
         ):
             return
         capture.current = func, args
-        for tensor, storage in zip(tensors, storages, strict=True):
-            mark = marked(storage, capture.hooks)
+        for tensor in tensors:
+            mark = marked(tensor, capture.hooks)
             if mark.recompute is None and mark.stored(version_of(tensor), layout_of(tensor)) is None:
                 shared.append(capture.store(tensor, mark, True))
                 shared[-1].ours = True
@@ -201,7 +205,7 @@ def _cross_entropy(capture: Capture, func: Function, args: Sequence[Any], kwargs
 def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {"weight": None, "bias": None, "training": False} | dict(zip(names, args, strict=False)) | kwargs
-    output = capture.plain(func, args, kwargs)
+    output = capture.writing(func, args, kwargs)
     x = given.pop("input")
     if given["training"]:  # a dtype of running statistics other than the input's decides how PyTorch sums
         statistics = [given.pop(name) for name in ("running_mean", "running_var")]
@@ -230,5 +234,6 @@ RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F
 RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES[F.hardtanh] = _hardtanh
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
-RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
+RULES |= {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)
+RULES |= dict.fromkeys(CHANGES, _changing)

@@ -43,6 +43,10 @@ SPOILT = (
     "a tensor from which fitact.saving computes another was changed in place, inside of other saved-tensor hooks, "
     "such as a checkpoint's: change a copy of it, or leave this module out of the context"
 )
+OVERWRITTEN = (
+    "a torch.autograd.Function has written, in its backward, over a tensor that it had saved and that others read "
+    "in fitact.saving: let it write elsewhere, or run it in fitact.runtime.saving.baseline()"
+)
 
 
 class Hooks:
@@ -87,21 +91,27 @@ class Mark:
         recompute: how to recompute it; None if that is unknown.
         casts: weak references to how to compute autocast's copies, by dtype and layout.
         waiting: weak references to what is stored elsewhere, and can be recomputed once this memory is stored.
+        oldest: the least version that its tensors have by now.
 
     """
 
-    __slots__ = ("_hooks", "casts", "known", "recompute", "waiting")
+    __slots__ = ("_dtype", "_hooks", "casts", "known", "oldest", "recompute", "waiting")
 
-    def __init__(self, hooks: Hooks | None) -> None:
-        self._hooks = None if hooks is None else weakref.ref(hooks)
+    def __init__(self, hooks: Hooks | None, dtype: torch.dtype | None = None) -> None:
+        self._hooks, self._dtype = None if hooks is None else weakref.ref(hooks), dtype
         self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
         self.waiting: list[Callable[[], Stored | None]] = []
+        self.oldest = 0
 
     def is_inside(self, hooks: Hooks | None) -> bool:
         """Return whether it was made inside of these hooks."""
         return hooks is None if self._hooks is None else hooks is not None and self._hooks() == hooks
+
+    def is_of(self, tensor: Tensor, version: int) -> bool:
+        """Return whether all this is true of a tensor: not if its dtype is another, or it counts changes anew."""
+        return tensor.dtype is self._dtype and version >= self.oldest
 
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
@@ -130,7 +140,7 @@ class Mark:
         layout = layout_of(tensor)
         for ref in self.known:
             stored = ref()
-            if stored is None or stored.version != version:
+            if stored is None or stored.version != version or stored.is_copied():
                 continue
             if stored.layout == layout or (stored.replaced and type(stored) is not Quantised):
                 return stored
@@ -158,11 +168,12 @@ class Mark:
         return type(None), ()
 
 
-def marked(storage: torch.UntypedStorage, hooks: Hooks | None) -> Mark:
+def marked(tensor: Tensor, hooks: Hooks | None) -> Mark:
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
+    storage = tensor.untyped_storage()
     mark: Mark | None = mark_of(storage)
     if mark is None or not mark.is_inside(hooks):
-        mark = Mark(hooks)
+        mark = Mark(hooks, tensor.dtype)
         set_mark(storage, mark)
     return mark
 
@@ -198,7 +209,7 @@ class Made(ABC):
     sources: Sequence[Made] = ()
     how = "recomputed"
     _made: Tensor | None = None
-    _left = 0
+    _made_at = _left = 0
 
     @abstractmethod
     def _make(self) -> Tensor:
@@ -206,6 +217,10 @@ class Made(ABC):
 
     def made(self) -> Tensor:
         """Return the tensor to one reader."""
+        if self._made is not None and version_of_saved(self._made) != self._made_at:
+            self.set_aside()  # a function of the user's has written over what it had saved
+            if self._made is not None:
+                raise RuntimeError(OVERWRITTEN)
         tensor = self._made
         if tensor is None:
             tensor = self.sources[0].made() if self.replaced else self._make()
@@ -222,7 +237,7 @@ class Made(ABC):
         if not after_backward(self):
             self._left = 1
             return
-        self._made = tensor
+        self._made, self._made_at = tensor, version_of_saved(tensor)
         held.add(self)
         if not self.saved:  # PyTorch holds none such: it takes the place of what it is made from
             for source in self.sources:
@@ -429,6 +444,10 @@ class Stored(Made):
             return True
         return version_of_saved(self._saved if self._hooks is None else self._guard) == self.version
 
+    def is_copied(self) -> bool:
+        """Return whether there is a copy of the tensor, which was changed then."""
+        return self._copied is not None
+
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Copy the tensor for what is recomputed from it: it is about to be changed in place.
 
@@ -625,7 +644,7 @@ class Quantised(Stored):
         """
         tensor = tensor.data  # whose changes in place are counted anew
         if self.version == 0:
-            marked(tensor.untyped_storage(), self._outside).add(self)
+            marked(tensor, self._outside).add(self)
         return tensor
 
     def copy(self, storage: torch.UntypedStorage) -> None:

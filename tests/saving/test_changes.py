@@ -1,0 +1,387 @@
+"""What changes, or counts its changes otherwise, between a call and its backward: gradients are the baseline's."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fitact import saving
+from fitact.runtime.saving import baseline
+
+Context = Callable[[], AbstractContextManager[Any]]
+# Given a context and what makes leaves; returns what is differentiated.
+Program = Callable[[Context, Callable[..., Tensor]], Tensor]
+
+
+def results(program: Program, context: Context, **options: Any) -> list[Tensor]:
+    """Return the output and the gradients of all leaves."""
+    torch.manual_seed(0)
+    leaves: list[Tensor] = []
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        leaves.append(nn.Parameter(torch.randn(shape, dtype=dtype)))
+        return leaves[-1]
+
+    output = program(context, leaf)
+    grad = options.pop("grad", torch.randn_like(output))
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad, **options)]
+
+
+def check(program: Program, **options: Any) -> None:
+    """Check that the context changes neither the output nor a gradient."""
+    expected, got = (results(program, context, **options) for context in (nullcontext, saving))
+    for one, other in zip(expected, got, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def weighted(x: Tensor) -> Tensor:
+    return x.sum(0, keepdim=True).sum()
+
+
+# ------------------------------------------------------------------------------------------ changes in place, seen
+
+WIDE = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+# Each changes its argument in place.
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "dropout1d": lambda x: F.dropout1d(x[0], 0.5, inplace=True),
+    "dropout2d": lambda x: F.dropout2d(x, inplace=True),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, True, True),
+    "rrelu": lambda x: F.rrelu(x, inplace=True),
+    "several": lambda x: torch._foreach_mul_([x], 2.0),
+    "operator": lambda x: torch.ops.aten.mul_.Scalar(x, 2.0),
+    "product": lambda x: torch.matmul(x.detach(), WIDE, out=x.detach()),
+    "without gradients": lambda x: torch.no_grad()(torch.mul)(x, 2, out=x),
+    "checkpoint": lambda x: checkpoint(lambda x: x.mul_(2), x, use_reentrant=False),
+    "hooks": lambda x: inside(save_on_cpu(), x),
+    "baseline": lambda x: inside(baseline(), x),
+}
+
+
+def inside(context: AbstractContextManager[Any], x: Tensor) -> None:
+    with context:
+        x.mul_(2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_seen(change: str) -> None:
+    """What is recomputed is recomputed from what was there before."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a = leaf(4, 16, 8, 8)
+        with context():
+            x = a.bfloat16() @ WIDE
+            y = x.float().sin()
+            CHANGES[change](x)
+        return y
+
+    check(program)
+
+
+def test_by_name_from_a_wider_tensor() -> None:
+    """A product in place is rounded to the dtype of what it changes, whatever the other factor's."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b, c = leaf(32, 40), leaf(32, 40), leaf(32, 40)
+        with context():
+            x = a.bfloat16() + b.bfloat16()
+            x.mul_(other=c)
+            return x.sin()
+
+    check(program)
+
+
+@pytest.mark.parametrize("unchanged", ["requires_grad_", "share_memory_", "a failure"])
+def test_not_changed(unchanged: str) -> None:
+    """A tensor from which something is computed is saved after a call that might have changed it."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b = leaf(32, 20), leaf(20, 24)
+        with context():
+            x = a @ b
+            y = x.double().sin()
+            if unchanged == "a failure":
+                with pytest.raises(RuntimeError, match="must match"):
+                    x.add_(torch.ones(7, 7))
+            else:
+                getattr(x, unchanged)()
+            return y + x.cos()
+
+    check(program)
+
+
+# --------------------------------------------------------------------------------------- changes that do not count
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+@pytest.mark.parametrize("read", ["norm", "difference", "before"])
+def test_running_statistics(norm: str, read: str) -> None:
+    """PyTorch does not count that training changes them: what was computed from them is so from what they were."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        m = (nn.BatchNorm2d if norm == "batch" else nn.InstanceNorm2d)(16, track_running_stats=True)
+        a, w = leaf(8, 16, 6, 6), leaf(16, 16, 3, 3)
+        mean = m.running_mean
+        assert mean is not None
+        with context():
+            m.eval()
+            x = m(a * 1) if read == "norm" else a - mean[:, None, None]
+            y = x if read == "before" else F.conv2d(x, w)
+            m.train()
+            m(a.detach() * 3 + 1)
+            z = F.conv2d(a - mean[:, None, None], w)  # from what they are now
+            return y.sin().sum() + F.conv2d(x, w).sin().sum() + z.sin().sum()
+
+    check(program)
+
+
+def test_embedding_is_normalised() -> None:
+    """An embedding with a largest norm changes its weight, of which a number is read before."""
+    index = torch.arange(20)
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a = leaf(50, 16)
+        with context():
+            weight = a @ WIDE.float().repeat(2, 2)
+            y = weight.double().sin()
+            with torch.no_grad():
+                F.embedding(index, weight, max_norm=0.5)
+            return y
+
+    check(program)
+
+
+def test_data_counts_anew() -> None:
+    """The changes of a tensor are not those of its `data`, whose memory is the same."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b, w = leaf(32, 40), leaf(32, 40), leaf(32, 40)
+        with context():
+            h = a * b
+            with torch.no_grad():
+                h.fill_(3.0)
+            return (w * h.data).sum() + a.sin().sum() + b.sin().sum()
+
+    check(program)
+
+
+# ------------------------------------------------------------------------------------ one memory, several meanings
+
+
+def test_views_of_another_dtype() -> None:
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        h, b = torch.randn(16, 20).half(), leaf(16, 20)
+        with context():
+            return (b * h).sum() + (b * h.view(torch.bfloat16)).sum()
+
+    check(program)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_views_with_another_sign(recomputed: bool) -> None:
+    """The imaginary part of a conjugate has the memory of that of the number itself."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, p, q = leaf(20, 20, 2), leaf(20, 20), leaf(20, 20)
+        with context():
+            z = torch.view_as_complex(a * 2)
+            u, v = z.imag, z.conj().imag
+            if recomputed:
+                return ((v + 1).sin() * p + (u + 1).sin() * q).sum()
+            return (u * p).sum() + (v * q).sum()
+
+    check(program)
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+def changed_index(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    a, index = leaf(50, 16), np.arange(20)
+    with context():
+        y = a[index].sin()
+        index += 3
+    return y
+
+
+def changed_slice(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    a, end, index = leaf(50, 16), torch.tensor(5), torch.arange(20)
+    with context():
+        y = a[index, :end].sin()
+        end += 2
+    return y
+
+
+def flattened(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    """Without a dimension, indices are those of all elements."""
+    a = leaf(24, 30)
+    with context():
+        return torch.take_along_dim(a * 1, torch.arange(256, 384)).sum()
+
+
+def summed(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    a, b = leaf(32, 40), leaf(32, 40)
+    with context(), pytest.warns(UserWarning, match="size_average and reduce"):
+        return F.cross_entropy(a * b, torch.arange(32), size_average=False)
+
+
+def each_row(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    a, b = leaf(32, 40), leaf(32, 40)
+    with context(), pytest.warns(UserWarning, match="size_average and reduce"):
+        return F.cross_entropy(a * b, torch.arange(32), reduce=False)
+
+
+def nested(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    a, b, w = leaf(5, 20), leaf(9, 20), leaf(24, 20)
+    with context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
+        x = torch.nested.as_nested_tensor([a, b], layout=torch.strided)
+        y = F.gelu(F.linear(x, w)) * 2
+        return torch.nested.to_padded_tensor(y, 0.0).sin()
+
+
+def dropped(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    a, b = leaf(40, 30), leaf(30, 60)
+    with context():
+        x = (a @ b).bfloat16()
+        return x.sin() + torch.native_dropout(x, 0.3, True)[0].sin()
+
+
+@pytest.mark.parametrize("program", [changed_index, changed_slice, flattened, summed, each_row, nested, dropped])
+def test_arguments(program: Program) -> None:
+    check(program)
+
+
+def test_weights_of_another_device() -> None:
+    """Under autocast, a parameter that is moved is no cast of autocast's."""
+    w = nn.Parameter(torch.randn(64, 64))
+    with saving(), torch.autocast("cpu", torch.bfloat16):
+        y = torch.randn(64, 64, device="meta", requires_grad=True) * w.to("meta")
+    assert y.grad_fn is not None
+    assert y.grad_fn._saved_other.is_meta  # type: ignore[attr-defined]
+
+
+class Half(Tensor):
+    """A tensor of the user's that has no inverse."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.Tensor.reciprocal
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_calls_of_subclasses_stay() -> None:
+    with saving():
+        y = 2 / torch.ones(16, 20, requires_grad=True).as_subclass(Half)  # type: ignore[operator]
+    assert type(y) is Half
+
+
+# ---------------------------------------------------------------------------------------------------- backward
+
+
+class Overwriting(torch.autograd.Function):
+    """A sine, whose backward writes over what it has saved, as is allowed where nothing else has saved it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.cos_().mul_(grads[0])
+
+
+def test_written_over_in_backward() -> None:
+    """What a function has written over is computed again for its other readers."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b = leaf(32, 40), leaf(32, 40)
+        with context():
+            x = a * b
+            return (x + b).sin() + Overwriting.apply(x)
+
+    check(program)
+
+
+def test_written_over_and_gone() -> None:
+    """If it cannot be computed again, since a checkpoint outside gives each tensor once, it raises."""
+    a, b = (torch.randn(32, 40, requires_grad=True) for _ in range(2))
+
+    def block(a: Tensor) -> Tensor:
+        with saving():
+            x = (a @ b.T).exp()
+            return (x + 1).sin() + Overwriting.apply(x)
+
+    y = checkpoint(block, a, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"has written, in its backward|modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_backward_in_autocast() -> None:
+    """What ran without autocast is recomputed without it."""
+    a, b = nn.Parameter(torch.randn(8, 2, 20)), nn.Parameter(torch.randn(8, 2, 20))
+
+    def gradients(context: Context) -> Sequence[Tensor]:
+        with context():
+            y = (a.bfloat16() * b.bfloat16()).prod(1).sin()
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(y.sum(), (a, b))
+
+    assert all(map(torch.equal, gradients(nullcontext), gradients(saving)))
+
+
+LOSSES = {reduction: partial(F.cross_entropy, reduction=reduction) for reduction in ("none", "mean")}
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+def test_many_gradients_of_a_loss(reduction: str) -> None:
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b = leaf(16, 20), leaf(16, 20)
+        with context():
+            return LOSSES[reduction](a * b, torch.arange(16))
+
+    check(program, grad=torch.eye(16) if reduction == "none" else torch.randn(5), is_grads_batched=True)
+
+
+def test_forward_mode_of_a_loss() -> None:
+    a, b, t = torch.randn(16, 20), nn.Parameter(torch.randn(16, 20)), torch.randn(16, 20)
+
+    def tangent(context: Context) -> Tensor:
+        with forward_ad.dual_level(), context():
+            x = forward_ad.make_dual(a.clone().requires_grad_(), t)
+            made: Tensor = forward_ad.unpack_dual(F.cross_entropy(x * b, torch.arange(16))).tangent
+            return made
+
+    assert torch.equal(tangent(nullcontext), tangent(saving))
+
+
+def test_logits_in_memory_of_hooks() -> None:
+    """The gradient of logits is not written over what the user's hooks hand out."""
+    w, x = torch.randn(64, 20, requires_grad=True), torch.randn(256, 20, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Any:
+        contents = bytearray(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return contents, tensor.dtype, tensor.shape
+
+    def unpack(packed: Any) -> Tensor:
+        contents, dtype, shape = packed
+        return torch.frombuffer(contents, dtype=dtype).view(shape)
+
+    def gradients(context: Context) -> Sequence[Tensor]:
+        with saved_tensors_hooks(pack, unpack), context(), torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(F.linear(x, w), torch.arange(256) % 64)
+        return [torch.autograd.grad(loss, w, retain_graph=True)[0] for _ in range(2)]
+
+    assert all(map(torch.equal, gradients(nullcontext), gradients(saving)))
