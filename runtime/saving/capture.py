@@ -169,7 +169,7 @@ class Capture(TorchFunctionMode):
         self.autocast = any_autocast()
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
-        return (RULES[CHANGING] if "out" in kwargs else rule)(self, func, args, kwargs)
+        return (rule if kwargs.get("out") is None else RULES[CHANGING])(self, func, args, kwargs)
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
         """Make a call as if the model had made it."""
@@ -197,7 +197,7 @@ class Capture(TorchFunctionMode):
             recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
             own, computed = recompute is not None and storage is output.untyped_storage(), None
-            if own and recompute is not None and self.is_near_enough(recompute, (func, args)):
+            if own and recompute is not None and self.is_near_enough(recompute, (func, args), output):
                 computed = recompute.store(self.store)
             if computed is not None:
                 stored.recompute_instead(self.computed(computed, output, (func, args)))
@@ -213,6 +213,7 @@ class Capture(TorchFunctionMode):
     ) -> tuple[Any, list[tuple[Stored, torch.UntypedStorage]]]:
         """Make a call, and return its output, and what it saved that is no argument, or one that it changed."""
         self.current, self._changed = call_of(func, args, kwargs), changed
+        self._changed_at = 0 if changed is None else version_of(changed)
         undecided = self._undecided = []
         try:
             return func(*args, **kwargs), undecided
@@ -277,7 +278,7 @@ class Capture(TorchFunctionMode):
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
         usable = recompute is not None and recompute.version == version and not mark.has(version)
-        if recompute is not None and usable and self.is_near_enough(recompute, self.current):
+        if recompute is not None and usable and self.is_near_enough(recompute, self.current, tensor):
             computed = recompute.store(self.store)
             if self._changed is not None:
                 protect(self._changed)
@@ -343,7 +344,7 @@ class Capture(TorchFunctionMode):
                 for leaf in leaves:
                     leaf.stays = True
 
-    def is_near_enough(self, recompute: Recompute, call: Call | None) -> bool:
+    def is_near_enough(self, recompute: Recompute, call: Call | None, tensor: Tensor) -> bool:
         """Return whether a tensor may be recomputed so for the call that saves it."""
         return True
 
@@ -361,8 +362,8 @@ class Capture(TorchFunctionMode):
 
     def _is_argument(self, tensor: Tensor) -> bool:
         assert self.current is not None
-        if tensor is self._changed:
-            return False
+        if tensor is self._changed:  # before the change, or its result
+            return version_of_saved(tensor) == self._changed_at
         for argument in self.current[1]:
             if tensor is argument or (
                 type(argument) in (list, tuple) and any(tensor is part for part in argument)
@@ -516,7 +517,7 @@ def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
 def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return what a call changes in place: its `out`, its first argument, or what it may by one of FLAGS."""
     tensors: Any = ()
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         tensors = kwargs["out"]
     elif func in CHANGES:
         tensors = args[0] if args else [kwargs[name] for name in CHANGED if name in kwargs]

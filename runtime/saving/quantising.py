@@ -44,7 +44,6 @@ KINDS: Mapping[str, str] = {
     "attention": "scaled_dot_product_attention matmul bmm mm baddbmm einsum __matmul__ __rmatmul__",
 }
 SIGMOIDS, TANHS, POWERS = cheap.named("sigmoid"), cheap.named("tanh tanh_"), cheap.named("pow __pow__")
-ROOTS = cheap.named("sqrt rsqrt reciprocal")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
 KINKED = cheap.named("relu relu_ leaky_relu prelu rrelu elu celu celu_ selu selu_")
 # Kinds of ReLU whose backward asks only whether the input is above 0, or also below a number.
@@ -104,11 +103,18 @@ _SMOOTH = """
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """
 _SHARP = """
-    abs __abs__ abs_ clamp clamp_ clamp_min clamp_max max min maximum minimum amax amin threshold softshrink
-    hardshrink log log2 log10 sqrt sqrt_ rsqrt rsqrt_ reciprocal xlogy atan2
+    abs __abs__ abs_ clamp clamp_ clamp_min clamp_max clip clip_ max min maximum minimum amax amin threshold
+    softshrink hardshrink log log1p log2 log10 logit sqrt sqrt_ rsqrt rsqrt_ reciprocal addcdiv xlogy tan asin acos
+    atanh acosh atan2
 """
 READING = frozenset(_KIND_OF) | cheap.CHEAP_FUNCTIONS | cheap.CAST_FUNCTIONS | cheap.PURE.keys()
 READING = (READING | cheap.named(_SMOOTH)) - cheap.named(_SHARP)
+NORMS = cheap.named("norm vector_norm normalize")  # sharp unless they are Euclidean
+QUOTIENTS = cheap.named("div div_ divide divide_ true_divide true_divide_ __div__ __truediv__ __itruediv__")
+ROOTS = cheap.named("sqrt rsqrt reciprocal") | POWERS | QUOTIENTS
+SOFTMAXES = cheap.named(
+    "softmax softmin log_softmax logsumexp"
+)  # which read at least SHARP bits, as attention does
 
 
 def kind_of(func: Function, args: Sequence[Any]) -> str | None:
@@ -117,11 +123,21 @@ def kind_of(func: Function, args: Sequence[Any]) -> str | None:
     Composed norms begin with squares. Products with a parameter are linear layers, others attention.
     """
     kind = _KIND_OF.get(func)
-    if func in POWERS and args and type(args[-1]) in (int, float):
-        kind = "norm" if args[-1] == 2 else kind if args[-1] >= 1 else None  # an error near 0 has no bound
+    if func in POWERS:
+        kind = None if not _is_at_least_1(args[-1]) else "norm" if args[-1] == 2 else kind
     if kind == "attention" and any(isinstance(argument, Tensor) and is_parameter(argument) for argument in args):
         return "linear"
     return kind
+
+
+def _is_at_least_1(exponent: Any) -> bool:
+    """Return whether an exponent is a number of 1 or more; of others, an error near 0 has no bound."""
+    return type(exponent) in (int, float) and exponent >= 1
+
+
+def _is_euclidean(order: Sequence[Any]) -> bool:
+    """Return whether the order of a norm is 2 or none; without one, dimensions by name may stand in its place."""
+    return not order or order[0] in (2, "fro", None) or isinstance(order[0], tuple | list) or order[0] == -1
 
 
 class Quantising(Capture):
@@ -158,7 +174,7 @@ class Quantising(Capture):
         dense = tensor.layout is torch.strided and not tensor.is_complex()
         mark: Mark | None = mark_of(tensor.untyped_storage()) if dense else None
         if mark is not None and mark.is_inside(self.hooks):
-            known, least = mark.alive(version_of_saved(tensor)), self._least(self.current)
+            known, least = mark.alive(version_of_saved(tensor)), self._least(self.current, tensor)
             stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)
             if stored is not None:
                 stored.readers += 1
@@ -177,7 +193,7 @@ class Quantising(Capture):
             other.read_exact(stored)
         return stored
 
-    def _least(self, call: Call | None) -> float:
+    def _least(self, call: Call | None, tensor: Tensor) -> float:
         """Return in how few bits a call that saves a tensor may read it, or what it is recomputed from.
 
         A function of another library may be fused attention. The mode sees none, nor what backward calls. What a
@@ -187,13 +203,20 @@ class Quantising(Capture):
             if running_call() is not None:
                 return 0
             return self._policy.get("attention", math.inf) if call is None else math.inf
-        if kind_of(*call) != "attention":
-            return 0
+        func, args = call
+        if func in POWERS and not _is_at_least_1(args[-1]):
+            return math.inf
+        if func in QUOTIENTS and tensor is args[-1]:
+            return math.inf
+        if func in NORMS and not _is_euclidean(args[1:2]):
+            return math.inf
+        if kind_of(func, args) != "attention":
+            return SHARP if func in SOFTMAXES else 0
         return self._policy.get("attention", math.inf if call[0] in FUSED else SHARP)
 
-    def is_near_enough(self, recompute: Recompute, call: Call | None) -> bool:
+    def is_near_enough(self, recompute: Recompute, call: Call | None, tensor: Tensor) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
-        least = self._least(call)
+        least = self._least(call, tensor)
         if call is not None and call[0] in ROOTS and STATISTIC * recompute.size <= recompute.largest:
             return True  # of a mean, in which errors average out
         if least:
@@ -266,10 +289,8 @@ def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> tuple[Tensor, 
             return value > 0, 1.0
         if func in CLIPPED:
             low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
-            if low == 0 < high:
-                return (value > 0) & (value < high), high / 2
-            if low < 0 < high:
-                return (value <= low) | (value >= high), 2 * high
+            inside = (value > low) & (value < high)
+            return (~inside, 2 * high) if low < 0 < high else (inside, (low + high) / 2)
     return None
 
 

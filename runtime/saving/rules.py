@@ -40,11 +40,12 @@ def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[s
     return capture.cheap(func, args, kwargs)
 
 
-def _hardtanh(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Make a call with the bounds by position, in which PyTorch's own layers give them by name."""
-    names = ("input", "min_val", "max_val", "inplace")
-    given = {"min_val": -1.0, "max_val": 1.0} | dict(zip(names, args, strict=False)) | kwargs
-    return _cheap(capture, func, [given.pop(name) for name in names[:3]], given)
+def _by_position(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call with all arguments by position, where it matters which they are."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    rule = _cheap if func in cheap.CHEAP_FUNCTIONS else Capture.plain
+    return rule(capture, func, bound.args, dict(bound.kwargs))
 
 
 def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +108,7 @@ def _changing_one(
         stored.read_by(call)
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
         computed, value = None, x
-        if own and recompute is not None and capture.is_near_enough(recompute, (func, args)):
+        if own and recompute is not None and capture.is_near_enough(recompute, (func, args), x):
             computed = recompute.store(capture.store)
         copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
         if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
@@ -232,7 +233,7 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
 RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
-RULES[F.hardtanh] = _hardtanh
+RULES |= dict.fromkeys((F.hardtanh, F.normalize, torch.norm, Tensor.norm), _by_position)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES |= {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)

@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
+from fitact.runtime.measure import count_saved
 from fitact.runtime.saving import baseline
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -99,6 +100,40 @@ def test_by_name_from_a_wider_tensor() -> None:
             return x.sin()
 
     check(program)
+
+
+def test_by_itself() -> None:
+    """A product with itself in place saves what was there before, which hooks may copy; else it raises."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a = leaf(16, 24)
+        with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x), context():
+            x = a * 1.0
+            return x.mul_(x)
+
+    check(program)
+    with saving():
+        x = torch.randn(16, 24, requires_grad=True) * 1.0
+        x.mul_(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()
+
+
+def test_nowhere_to_write() -> None:
+    """PyTorch hands on `out=None`; what is normalised is saved beside, and the result is recomputed."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b = leaf(32, 20), leaf(20, 24)
+        with count_saved() as saved, context():
+            x = a @ b
+            y, z = x.double().cos(), F.normalize(x, dim=-1)
+            z = z.sin()
+        counts.append(saved.bytes)
+        return y + z
+
+    counts: list[int] = []
+    check(program)
+    assert counts[1] < counts[0] - (4 + 8) * 32 * 24 + 1024
 
 
 @pytest.mark.parametrize("unchanged", ["requires_grad_", "share_memory_", "a failure"])
@@ -353,6 +388,21 @@ def test_many_gradients_of_a_loss(reduction: str) -> None:
             return LOSSES[reduction](a * b, torch.arange(16))
 
     check(program, grad=torch.eye(16) if reduction == "none" else torch.randn(5), is_grads_batched=True)
+
+
+def test_some_rows_of_wide_logits() -> None:
+    """The logarithms of a few rows take less than all logits in half precision."""
+
+    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+        a, b = (leaf(*shape, dtype=torch.bfloat16) for shape in ((256, 20), (20, 500)))
+        with count_saved() as saved, context():
+            loss = F.cross_entropy((a @ b).float()[:8], torch.arange(8))
+        counts.append(saved.bytes)
+        return loss
+
+    counts: list[int] = []
+    check(program)
+    assert counts[1] <= counts[0]
 
 
 def test_forward_mode_of_a_loss() -> None:

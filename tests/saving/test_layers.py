@@ -19,7 +19,11 @@ from tests.support.rows import full
 from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, saving_less
 
 SLOPES = nn.ReLU(), nn.ReLU(True), nn.ReLU6(True), nn.LeakyReLU(), nn.LeakyReLU(0.01, True)
-CLIPPED = nn.Hardtanh(), nn.Hardtanh(inplace=True), nn.Hardtanh(0, 0.5), nn.Hardtanh(-2, 3), nn.ReLU6()
+CLIPPED = (
+    *(nn.Hardtanh(*ends) for ends in ((), (0, 0.5), (-2, 3), (0.2, 0.5))),
+    nn.Hardtanh(inplace=True),
+    nn.ReLU6(),
+)
 
 
 @pytest.mark.parametrize("act", SLOPES)

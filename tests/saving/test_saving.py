@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import operator
 import pickle
 import threading
@@ -213,6 +214,17 @@ EXACTLY: dict[str, Callable[[Tensor], Tensor]] = {
     "angle": lambda z: torch.atan2(z, z.flip(-1)),
     "grid": lambda z: F.grid_sample(torch.rand(64, 2, 16, 16), z.view(64, 8, 16, 2), align_corners=False),
     "expanded": lambda z: torch.special.i0(z[:, None].expand(-1, 3, -1)),
+    "clip": lambda z: z.clip(-0.5, 0.7),
+    "tangent": torch.tan,
+    "logarithm of more": lambda z: torch.log1p(z.abs()),
+    "quotient": lambda z: torch.ones_like(z) / z,
+    "quotient, added": lambda z: torch.addcdiv(torch.ones_like(z), torch.ones_like(z), z),
+    "root as a power": lambda z: (z.abs() + 0.1) ** 0.5,
+    "trained power": lambda z: (z.abs() + 0.1) ** torch.full((256,), 0.5, requires_grad=True),
+    "largest norm": lambda z: z.norm(math.inf, dim=1),
+    "largest norm, normalised": lambda z: F.normalize(z, p=math.inf),
+    "largest norm in torch.linalg": lambda z: torch.linalg.vector_norm(z, math.inf, dim=1),
+    "sum of sizes": lambda z: z.norm(p=1, dim=1),
 }
 
 
@@ -236,6 +248,7 @@ def test_functions_that_read_no_codes(name: str, error: str, outside: bool) -> N
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of a vector": lambda z: z.norm(dim=-1),
     "norm in torch.linalg": lambda z: torch.linalg.vector_norm(z, dim=-1),
+    "quotient": lambda z: z / torch.full((32,), 2.0),
     "RMSNorm by hand": lambda z: z * torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-6),
 }
 
@@ -248,6 +261,13 @@ def test_functions_that_read_codes(name: str) -> None:
     _, after = both_ways(lambda w: (z := x @ w, F.gelu(z) + call(z).sum())[1], weight, error="rounding", most=0.02)
     norms = 0 if name == "RMSNorm by hand" else 4 * len(x)  # which PyTorch saves
     assert after - x.nbytes - norms < 1.1 * x.numel()
+
+
+def test_a_softmax_of_large_logits() -> None:
+    """It reads 8 bits, where its logits are computed from what another function has had coded in 4."""
+    x, w = torch.randn(64, 256, requires_grad=True), torch.randn(64, 256)
+    call = lambda x: (z := x * 2, 1e-6 * F.gelu(z).sum() + ((6 * z).softmax(-1) * w).sum())[1]  # noqa: E731
+    both_ways(call, x, error="coarse", most=0.1)
 
 
 def test_a_tanh_of_large_numbers() -> None:
