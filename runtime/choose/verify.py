@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -40,7 +39,6 @@ class Verification:
         passed: errors of the gradients that reach these outputs, in the order of backward.
         gradients: errors of the gradients of parameters, by name.
         random: whether the step draws as many random numbers.
-        readers: the modules that are given the first output in `passed`.
         compared: how many outputs and parameters were compared.
 
     """
@@ -50,7 +48,6 @@ class Verification:
     passed: Mapping[str, float]
     gradients: Mapping[str, float]
     random: bool
-    readers: tuple[str, ...]
     compared: tuple[int, int]
 
     @property
@@ -69,8 +66,7 @@ class Verification:
         if self.outputs:
             text.append(f"outputs: {len(self.outputs)} of {outputs} differ, first that of {_first(self.outputs)}")
         if self.passed:
-            into = f", which goes into {', '.join(self.readers)}" if self.readers else ""
-            text.append(f"backward: first differs the gradient at the output of {_first(self.passed)}{into}")
+            text.append(f"backward: first differs the gradient at the output of {_first(self.passed)}")
         if self.gradients:
             most = max(self.gradients, key=self.gradients.__getitem__)
             largest = f"most that of {_first({most: self.gradients[most]})}"
@@ -111,15 +107,12 @@ def verify(model: nn.Module, example_inputs: Any, *, baseline: nn.Module | None 
     first, second = reproducibly(lambda: [_Step(stepped, run) for stepped in (baseline, model)])
     if not first.gradients.keys() & second.gradients.keys():
         raise UsageError("baseline: no trained parameter of it has the name of one of the model")
-    passed = _differences(first.passed, second.passed)
-    readers = first.readers.get(next(iter(passed), ""), [])
     return Verification(
         (first.loss, second.loss),
         _differences(first.outputs, second.outputs),
-        passed,
+        _differences(first.passed, second.passed),
         _differences(first.gradients, second.gradients),
         all(map(torch.equal, first.random, second.random)) and first.python == second.python,
-        tuple(reader for reader in readers if not any(other.startswith(f"{reader}.") for other in readers)),
         (len(first.outputs.keys() & second.outputs.keys()), len(first.gradients.keys() & second.gradients.keys())),
     )
 
@@ -130,15 +123,13 @@ class _Step:
     def __init__(self, model: nn.Module, run: Runner) -> None:
         self.outputs: Values = {}
         self.passed: Values = {}
-        self.readers: dict[str, list[str]] = {}
         self.calls: Counter[str] = Counter()
-        self.made: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by id: an output, and whose it is
         self.paths = {module: plain_path(path) for path, module in model.named_modules()}
         name, compiled = type(inner(model)).__name__, any(map(is_compiled, model.modules()))
         with generators(model), unchanged(model), torch.inference_mode(False), torch.enable_grad():
             if not model.training:
                 model.train()
-            with explained(name, "forward"), nullcontext() if compiled else following(self.enter, self.leave):
+            with explained(name, "forward"), nullcontext() if compiled else following(lambda *_: None, self.leave):
                 loss = scalar_of(real(run)(model))
             with explained(name, "backward"):
                 loss.backward()
@@ -152,12 +143,6 @@ class _Step:
             self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
             self.python = random.getstate()
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        for tensor in tree_iter(args):
-            output, maker = self.made.get(id(tensor), (lambda: None, ""))
-            if output() is tensor and tensor is not None and module in self.paths:
-                self.readers.setdefault(maker, []).append(self.paths[module])
-
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         path = self.paths.get(module)
         if path is None:
@@ -167,7 +152,6 @@ class _Step:
         tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
         self.outputs[name] = [tensor.detach().cpu().clone() for tensor in tensors]
         for i, tensor in enumerate(tensors):
-            self.made[id(tensor)] = weakref.ref(tensor), name
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.arrive, name, i))
 

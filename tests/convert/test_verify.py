@@ -104,10 +104,10 @@ def test_wrong_forward() -> None:
 
 def test_wrong_backward() -> None:
     seen = verified("1.act", lambda x: F.gelu(halved(x)))
-    assert not seen.outputs and next(iter(seen.passed)) == "1.fc1" and seen.readers == ("1.act",)
+    assert not seen.outputs and next(iter(seen.passed)) == "1.fc1"
     assert seen.passed["1.fc1"] == pytest.approx(0.5)
     assert "1.fc2.weight" not in seen.gradients and seen.gradients["1.fc1.weight"] == pytest.approx(0.5)
-    assert "the gradient at the output of 1.fc1, by 50 %, which goes into 1.act" in str(seen)
+    assert "the gradient at the output of 1.fc1, by 50 %" in str(seen)
 
 
 def test_random_state() -> None:
@@ -130,7 +130,7 @@ def test_transformers() -> None:
     assert fitact.verify(net, batch).same and net.is_activation_checkpointing and not net.training
     fitact.convert(net, "fewbit", bits=2)
     actual = fitact.verify(net, batch)
-    assert not actual.outputs and "mlp" in next(iter(actual.passed)) and "act" in actual.readers[0]
+    assert not actual.outputs and "mlp" in next(iter(actual.passed))
 
 
 def test_refusals() -> None:
