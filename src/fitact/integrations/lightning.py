@@ -55,10 +55,10 @@ class FitactCallback(Converting, Callback):
             return
         self._done = True
         values: dict[str, float] = {}
-        if is_converted(pl_module, self._model):
+        if is_converted(pl_module):
             return
         if self.plan is not None:
-            self._model, values = pl_module, planned(pl_module, self.plan)
+            values = planned(pl_module, self.plan)
         else:
             step = _Step(pl_module)
             given = len(signature(pl_module.training_step).parameters)  # a step may leave out the number

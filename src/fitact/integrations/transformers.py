@@ -54,8 +54,7 @@ class FitactCallback(Converting, callbacks.TrainerCallback):
                 state.log_history.append({**values, "step": state.global_step})
                 handler.on_log(args, state, control, values)
 
-        before, self._model = self._model, model
-        if is_converted(model, before):
+        if is_converted(model):
             return
         if self.plan is not None:
             log(planned(model, self.plan))
