@@ -29,6 +29,7 @@ from fitact.runtime.torch_internals import (
     never_alone,
     next_call,
     saved_tensor_hooks,
+    set_mark,
     top_hooks,
     version_of,
     version_of_saved,
@@ -161,11 +162,8 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         hooks = top_hooks() if torch.is_grad_enabled() else None
         if not hooks or hooks[0] is not self._pack:
-            tensors = written(func, args, kwargs)
-            if not tensors:
-                return func(*args, **kwargs)
-            with changing(tensors):
-                return func(*args, **kwargs)
+            change(written(func, args, kwargs))
+            return func(*args, **kwargs)
         self.autocast = any_autocast()
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
@@ -186,8 +184,8 @@ class Capture(TorchFunctionMode):
 
     def writing(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call that may change some of its arguments in place."""
-        with changing(written(func, args, kwargs)):
-            return self.plain(func, args, kwargs)
+        change(written(func, args, kwargs))
+        return self.plain(func, args, kwargs)
 
     def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], recomputed_by: Any = None) -> Any:
         """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
@@ -280,8 +278,6 @@ class Capture(TorchFunctionMode):
         usable = recompute is not None and recompute.version == version and not mark.has(version)
         if recompute is not None and usable and self.is_near_enough(recompute, self.current, tensor):
             computed = recompute.store(self.store)
-            if self._changed is not None:
-                protect(self._changed)
             if computed is not None:
                 return self.computed(computed, tensor, self.current)
         if not grows:
@@ -480,7 +476,7 @@ def set_recompute(
     kwargs: dict[str, Any],
     version: int = 0,
 ) -> Recompute | None:
-    """Record on a tensor's memory how to recompute it, and return that; None if it has no memory of its own.
+    """Return how to recompute a tensor, None if it has no memory of its own; record it there if it has its value.
 
     Args:
         capture: where that is.
@@ -505,7 +501,8 @@ def set_recompute(
             recompute = Recompute(function, args, kwargs, output, capture.hooks, autocast, version)
         except Unsuitable:
             return None
-        marked(output, capture.hooks).recompute = recompute
+        if not version:
+            marked(output, capture.hooks).recompute = recompute
         return recompute
 
 
@@ -528,27 +525,15 @@ def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
 
 
-@contextmanager
-def changing(tensors: Sequence[Any]) -> Iterator[None]:
-    """Copy what something is recomputed from, because tensors are changed in place in this context."""
-    before = [protect(tensor) for tensor in tensors]
-    yield
-    for mark, version in filter(None, before):  # whether or not PyTorch counts the change
-        mark.oldest = max(mark.oldest, version) + 1
-
-
-def protect(tensor: Any) -> tuple[Mark, int] | None:
-    """Copy what something is recomputed from, because the tensor is about to be changed in place.
-
-    Returns the mark on its memory, if it has one, and its version.
-    """
-    mark: Mark | None = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
-    if mark is None:
-        return None
-    for stored in mark.needed():
-        with quietly():
-            stored.copy(tensor.untyped_storage())
-    return mark, version_of(tensor)
+def change(tensors: Sequence[Any]) -> None:
+    """Copy what something is recomputed from, and know no more of a memory: tensors are about to be changed."""
+    for tensor in tensors:
+        mark: Mark | None = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
+        if mark is not None:
+            for stored in mark.needed():
+                with quietly():
+                    stored.copy(tensor.untyped_storage())
+            set_mark(tensor.untyped_storage(), mark.changed(version_of(tensor)))
 
 
 CHANGED = "input", "self", "tensor"

@@ -24,7 +24,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .blocks import BITS
-from .capture import Call, Capture, Function, call_of
+from .capture import Call, Capture, Function, call_of, is_plain
 from .recompute import Computed, Reading, Recompute
 from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter, quietly
 
@@ -46,6 +46,7 @@ KINDS: Mapping[str, str] = {
 SIGMOIDS, TANHS, POWERS = cheap.named("sigmoid"), cheap.named("tanh tanh_"), cheap.named("pow __pow__")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
 KINKED = cheap.named("relu relu_ leaky_relu prelu rrelu elu celu celu_ selu selu_")
+JUMPING = cheap.named("prelu rrelu selu selu_")  # these read no codes but those of their own
 # Kinds of ReLU whose backward asks only whether the input is above 0, or also below a number.
 RELUS = cheap.named("relu relu_ leaky_relu")
 CLIPPED = F.relu6, F.hardtanh
@@ -171,11 +172,12 @@ class Quantising(Capture):
         """Return how a tensor is stored that autograd saves."""
         self._last = None
         stored: Stored | Reading | None = None
-        dense = tensor.layout is torch.strided and not tensor.is_complex()
-        mark: Mark | None = mark_of(tensor.untyped_storage()) if dense else None
-        if mark is not None and mark.is_inside(self.hooks):
-            known, least = mark.alive(version_of_saved(tensor)), self._least(self.current, tensor)
-            stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)
+        mark: Mark | None = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
+        version = version_of_saved(tensor)
+        if mark is not None and mark.is_inside(self.hooks) and mark.is_of(tensor, version):
+            least, jumps = self._least(self.current, tensor), self.current and self.current[0] in JUMPING
+            codes = (other for other in mark.alive(version) if type(other) is Quantised)
+            stored = next((each for each in codes if each.bits >= least or (each.signs and jumps)), None)
             if stored is not None:
                 stored.readers += 1
         if stored is None:
@@ -206,7 +208,7 @@ class Quantising(Capture):
         func, args = call
         if func in POWERS and not _is_at_least_1(args[-1]):
             return math.inf
-        if func in QUOTIENTS and tensor is args[-1]:
+        if func in JUMPING or (func in QUOTIENTS and tensor is args[-1]):
             return math.inf
         if func in NORMS and not _is_euclidean(args[1:2]):
             return math.inf
@@ -236,7 +238,7 @@ class Quantising(Capture):
         """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""
         slope = None
         signs = type(computed) is Quantised and computed.signs
-        if call is not None and not signs and value.numel() >= FEW and is_dense(value) and computed.is_decoded():
+        if call is not None and not signs and value.numel() >= FEW and computed.is_decoded():
             slope = _slope(value, *call)
         if slope is None:
             return super().computed(computed, value, call)

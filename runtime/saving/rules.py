@@ -22,7 +22,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .attention import RecomputedAttention, attention, recomputed
-from .capture import CHANGES, RULES, Capture, Function, changing, is_plain, set_recompute, written
+from .capture import CHANGES, RULES, Capture, Function, change, is_plain, set_recompute, written
 from .loss import by_rows
 from .recompute import Operand
 from .storage import Stored, layout_of, marked
@@ -77,15 +77,9 @@ def _changing(
 ) -> Any:
     """Make a call that changes tensors in place."""
     tensors = written(func, args, kwargs)
-    with changing(tensors):
-        if len(tensors) == 1 and is_plain(tensors[0]):
-            return _changing_one(capture, tensors[0], func, args, kwargs, pure)
-        return capture.plain(func, args, kwargs)
-
-
-def _changing_one(
-    capture: Capture, x: Tensor, func: Function, args: Sequence[Any], kwargs: dict[str, Any], pure: Pure | None
-) -> Any:
+    if len(tensors) != 1 or not is_plain(tensors[0]):
+        return capture.writing(func, args, kwargs)
+    (x,) = tensors
     mark, layout = mark_of(x.untyped_storage()), layout_of(x)
     recompute = before = None
     if mark is not None:
@@ -100,8 +94,8 @@ def _changing_one(
         same_dtype = all(argument.dtype == x.dtype for argument in given if isinstance(argument, Tensor))
         if pure is not None and before is not None and same_dtype:
             recompute = set_recompute(capture, x, *pure, version=1)
-            if recompute is None:
-                mark.recompute = None
+        change(tensors)
+        mark_of(x.untyped_storage()).recompute = recompute
     call = next_call()  # of the function itself: PyTorch may also record a copy of x
     output, undecided = capture.made(func, args, kwargs, changed=x)
     for stored, storage in undecided:
@@ -112,7 +106,9 @@ def _changing_one(
             computed = recompute.store(capture.store)
         copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
         if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
-            computed, value = before.store(capture.store), stored.tensor
+            value = stored.tensor
+            near = capture.is_near_enough(before, (func, args), value)
+            computed = before.store(capture.store) if near else None
             if computed is not None and computed.guard is not None:  # that counts changes of x
                 computed.readers -= 1
                 computed = None

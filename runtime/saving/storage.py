@@ -109,6 +109,13 @@ class Mark:
         """Return whether it was made inside of these hooks."""
         return hooks is None if self._hooks is None else hooks is not None and self._hooks() == hooks
 
+    def changed(self, version: int) -> Mark:
+        """Return what is known after a change of a tensor of this version, whether or not PyTorch counts it."""
+        mark = Mark(None, self._dtype)
+        mark._hooks, mark.oldest = self._hooks, max(self.oldest, version) + 1
+        self.oldest = mark.oldest
+        return mark
+
     def is_of(self, tensor: Tensor, version: int) -> bool:
         """Return whether all this is true of a tensor: not if its dtype is another, or it counts changes anew."""
         return tensor.dtype is self._dtype and version >= self.oldest

@@ -67,20 +67,6 @@ def test_saved_bytes() -> None:
         assert (f"{saved:,}", f"{100 * saved / rows['baseline']:.1f}") == (count, share)
 
 
-@pytest.mark.full
-def test_saved_shares() -> None:
-    lora, shares = Training(lora=("q_proj", "v_proj")), []
-    for report in (
-        measure(hugging_face("llama"), training=lora, budgets=(), seq=2048),
-        measure(hugging_face("bert"), budgets=(), batch=8),
-    ):
-        saved = {row.name: f"{100 - 100 * row.bytes / report.rows[0].bytes:.0f}" for row in report.rows}
-        shares.append([saved[name] for name in ("saving, exact", "fewbit, 3 bits", "inverted")])
-    said = r"LLaMA-7B with LoRA on q and v saves (\d+) % less .*? and BERT (\d+) % less.* derivatives alone save "
-    exact, other, *alone = numbers(said + r"(\d+) to (\d+) % and (\d+) to (\d+) % less")
-    assert [[exact, *alone[:2]], [other, *alone[2:]]] == shares
-
-
 def test_python_runs() -> None:
     """The first block of Python, as a reader would paste it."""
     names: dict[str, Any] = {}

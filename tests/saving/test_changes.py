@@ -1,5 +1,6 @@
 """What changes, or counts its changes otherwise, between a call and its backward: gradients are the baseline's."""
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
@@ -134,6 +136,21 @@ def test_nowhere_to_write() -> None:
     counts: list[int] = []
     check(program)
     assert counts[1] < counts[0] - (4 + 8) * 32 * 24 + 1024
+
+
+def test_nothing_waits_for_the_garbage_collector() -> None:
+    """What a tensor was computed from before it was changed is freed with it."""
+    weight = torch.randn(24, 24, dtype=torch.bfloat16, requires_grad=True)
+    gc.disable()
+    try:
+        with saving():
+            x = torch.randn(16, 24, dtype=torch.bfloat16) @ weight
+            source = StorageWeakRef(x.untyped_storage())
+            y = x.float().add_(1)
+        del x, y
+        assert source.expired()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("unchanged", ["requires_grad_", "share_memory_", "a failure"])

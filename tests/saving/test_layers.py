@@ -60,6 +60,19 @@ def test_slopes_without_norms(act: nn.Module) -> None:
     assert 0 < (coarse - last).norm() < 0.15 * last.norm()
 
 
+@pytest.mark.parametrize("act", [nn.ReLU6(), nn.Hardtanh(-0.2, 0.2)])
+def test_slopes_of_a_part(act: nn.Module) -> None:
+    """An activation of half of the channels saves its slope, too, where the whole has codes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), built(lambda _, y: act(y.chunk(2, 1)[0])), nn.Conv2d(16, 4, 1))
+    x, weights, gradients = torch.randn(4, 16, 32, 32), torch.randn(4, 4, 30, 30), []
+    for context in (nullcontext(), fitact.saving("rounding")):
+        with context:
+            loss = (model(x) * weights).sum()
+        gradients.append(torch.autograd.grad(loss, model[0].bias)[0])  # type: ignore[arg-type]
+    assert torch.equal(*gradients)
+
+
 def test_slopes_see_changes() -> None:
     for context in (nullcontext(), fitact.saving(bits=8)):
         with context:

@@ -263,6 +263,20 @@ def test_functions_that_read_codes(name: str) -> None:
     assert after - x.nbytes - norms < 1.1 * x.numel()
 
 
+JUMPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "selu": F.selu,
+    "prelu": lambda z: F.prelu(z, torch.full((256,), 0.1)),
+    "clamp in place": lambda z: (z * 1.0).clamp_(-0.5, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_slopes_that_jump(name: str) -> None:
+    """Such a function reads codes of its own, where signs stay, and none that another has had made."""
+    x, call = torch.randn(64, 256, requires_grad=True), JUMPS[name]
+    both_ways(lambda x: (z := x * 2, 1e-6 * F.gelu(z).sum() + call(z).sum())[1], x, error="rounding", most=0.01)
+
+
 def test_a_softmax_of_large_logits() -> None:
     """It reads 8 bits, where its logits are computed from what another function has had coded in 4."""
     x, w = torch.randn(64, 256, requires_grad=True), torch.randn(64, 256)
