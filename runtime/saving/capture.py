@@ -511,6 +511,11 @@ def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     return func, (*args, *kwargs.values()) if kwargs else args
 
 
+def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a function in Python by their names."""
+    return {**dict(zip(inspect.unwrap(func).__code__.co_varnames, args, strict=False)), **kwargs}
+
+
 def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return what a call changes in place: its `out`, its first argument, or what it may by one of FLAGS."""
     tensors: Any = ()
@@ -519,7 +524,7 @@ def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     elif func in CHANGES:
         tensors = args[0] if args else [kwargs[name] for name in CHANGED if name in kwargs]
     elif (flag := FLAGS.get(func)) is not None:
-        given = dict(zip(inspect.unwrap(func).__code__.co_varnames, args, strict=False)) | kwargs
+        given = named(func, args, kwargs)
         if given.get(flag, flag == "use_input_stats"):
             tensors = [given.get(name) for name in WRITTEN[flag]]
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
@@ -541,9 +546,10 @@ CHANGING = Tensor.add_  # whose rule is that of all functions that change a tens
 CHANGES: set[Any] = set()  # these functions, as far as they were met
 # Functions that change something in place if an argument says so, by its name, and what that is.
 FLAGS: dict[Any, str] = {
-    function: "inplace"
-    for function in map(inspect.unwrap, filter(inspect.isfunction, vars(F).values()))
-    if "inplace" in function.__code__.co_varnames
+    each: "inplace"
+    for function in filter(inspect.isfunction, vars(F).values())
+    for each in (function, inspect.unwrap(function))
+    if "inplace" in inspect.unwrap(function).__code__.co_varnames
 }
 FLAGS |= {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 FLAGS |= {F.embedding: "max_norm", F.embedding_bag: "max_norm"}

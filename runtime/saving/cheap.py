@@ -29,8 +29,6 @@ CHEAP = """
     __abs__ contiguous repeat
 """
 CASTS = "to type type_as float double half bfloat16"  # of a tensor
-# Functions that take `inplace=True`, the other arguments being those of the pure function.
-IN_PLACE_OPTION = "relu relu6 silu mish hardswish hardsigmoid leaky_relu elu celu selu hardtanh threshold"
 # Methods that change a tensor in place, and the pure ones with the same values.
 IN_PLACE = {
     "relu_ sigmoid_ tanh_ add_ sub_ mul_ div_ clamp_ pow_ exp_ sqrt_ rsqrt_ square_ neg_ abs_ masked_fill_": "",
@@ -65,7 +63,6 @@ def named(names: str) -> frozenset[Function]:
 
 CHEAP_FUNCTIONS = named(CHEAP)
 CAST_FUNCTIONS = named(CASTS)
-WITH_IN_PLACE = named(IN_PLACE_OPTION)
 PURE: Mapping[Function, Function] = {
     getattr(home, name): getattr(Tensor, pure or name[:-1])
     for names, pure in IN_PLACE.items()

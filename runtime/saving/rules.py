@@ -22,7 +22,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .attention import RecomputedAttention, attention, recomputed
-from .capture import CHANGES, RULES, Capture, Function, change, is_plain, set_recompute, written
+from .capture import CHANGES, FLAGS, RULES, Capture, Function, change, is_plain, named, set_recompute, written
 from .loss import by_rows
 from .recompute import Operand
 from .storage import Stored, layout_of, marked
@@ -31,12 +31,8 @@ Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns wha
 
 
 def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or any(argument is True for argument in args[1:])):
-        pure = (
-            [False if argument is True else argument for argument in args],
-            {**kwargs, "inplace": False} if kwargs else kwargs,
-        )
-        return _changing(capture, func, args, kwargs, pure=(func, *pure))
+    if FLAGS.get(func) == "inplace" and written(func, args, kwargs):
+        return _changing(capture, func, args, kwargs, (func, (), {**named(func, args, kwargs), "inplace": False}))
     return capture.cheap(func, args, kwargs)
 
 
@@ -200,8 +196,7 @@ def _cross_entropy(capture: Capture, func: Function, args: Sequence[Any], kwargs
 
 
 def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = {"weight": None, "bias": None, "training": False} | dict(zip(names, args, strict=False)) | kwargs
+    given = {"weight": None, "bias": None, "training": False} | named(func, args, kwargs)
     output = capture.writing(func, args, kwargs)
     x = given.pop("input")
     if given["training"]:  # a dtype of running statistics other than the input's decides how PyTorch sums
