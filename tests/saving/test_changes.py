@@ -4,7 +4,6 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,15 @@ from fitact.runtime.measure import count_saved
 from fitact.runtime.saving import baseline
 
 Context = Callable[[], AbstractContextManager[Any]]
-# Given a context and what makes leaves; returns what is differentiated.
-Program = Callable[[Context, Callable[..., Tensor]], Tensor]
+Leaf = Callable[..., Tensor]  # makes a leaf of a shape
+Program = Callable[[Context, Leaf], Tensor]  # returns what is differentiated
+PROGRAMS: dict[str, Program] = {}
+
+
+def checked(program: Program) -> Program:
+    """Have `test_programs` check a program."""
+    PROGRAMS[program.__name__] = program
+    return program
 
 
 def results(program: Program, context: Context, **options: Any) -> list[Tensor]:
@@ -48,11 +54,7 @@ def check(program: Program, **options: Any) -> None:
         assert torch.equal(one, other)
 
 
-def weighted(x: Tensor) -> Tensor:
-    return x.sum(0, keepdim=True).sum()
-
-
-# ------------------------------------------------------------------------------------------ changes in place, seen
+# ------------------------------------------------------------------------------------------------ changes in place
 
 WIDE = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
 # Each changes its argument in place.
@@ -68,6 +70,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "checkpoint": lambda x: checkpoint(lambda x: x.mul_(2), x, use_reentrant=False),
     "hooks": lambda x: inside(save_on_cpu(), x),
     "baseline": lambda x: inside(baseline(), x),
+    "embedding": lambda x: torch.no_grad()(F.embedding)(torch.arange(8), x[0, 0].detach(), max_norm=0.5),
 }
 
 
@@ -80,7 +83,7 @@ def inside(context: AbstractContextManager[Any], x: Tensor) -> None:
 def test_seen(change: str) -> None:
     """What is recomputed is recomputed from what was there before."""
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    def program(context: Context, leaf: Leaf) -> Tensor:
         a = leaf(4, 16, 8, 8)
         with context():
             x = a.bfloat16() @ WIDE
@@ -91,31 +94,28 @@ def test_seen(change: str) -> None:
     check(program)
 
 
-def test_by_name_from_a_wider_tensor() -> None:
+@checked
+def by_name_from_a_wider_tensor(context: Context, leaf: Leaf) -> Tensor:
     """A product in place is rounded to the dtype of what it changes, whatever the other factor's."""
-
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        a, b, c = leaf(32, 40), leaf(32, 40), leaf(32, 40)
-        with context():
-            x = a.bfloat16() + b.bfloat16()
-            x.mul_(other=c)
-            return x.sin()
-
-    check(program)
+    a, b, c = leaf(32, 40), leaf(32, 40), leaf(32, 40)
+    with context():
+        x = a.bfloat16() + b.bfloat16()
+        x.mul_(other=c)
+        return x.sin()
 
 
-def test_by_itself() -> None:
-    """A product with itself in place saves what was there before, which hooks may copy; else it raises."""
+@checked
+def by_itself(context: Context, leaf: Leaf) -> Tensor:
+    """A product with itself in place saves what was there before, which hooks may copy."""
+    a = leaf(16, 24)
+    with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x), context():
+        x = a * 1.0
+        return x.mul_(x)
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        a = leaf(16, 24)
-        with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x), context():
-            x = a * 1.0
-            return x.mul_(x)
 
-    check(program)
+def test_by_itself_without_a_copy() -> None:
     with saving():
-        x = torch.randn(16, 24, requires_grad=True) * 1.0
+        x = nn.Parameter(torch.randn(16, 24)) * 1.0
         x.mul_(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         x.sum().backward()
@@ -124,7 +124,7 @@ def test_by_itself() -> None:
 def test_nowhere_to_write() -> None:
     """PyTorch hands on `out=None`; what is normalised is saved beside, and the result is recomputed."""
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    def program(context: Context, leaf: Leaf) -> Tensor:
         a, b = leaf(32, 20), leaf(20, 24)
         with count_saved() as saved, context():
             x = a @ b
@@ -157,7 +157,7 @@ def test_nothing_waits_for_the_garbage_collector() -> None:
 def test_not_changed(unchanged: str) -> None:
     """A tensor from which something is computed is saved after a call that might have changed it."""
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    def program(context: Context, leaf: Leaf) -> Tensor:
         a, b = leaf(32, 20), leaf(20, 24)
         with context():
             x = a @ b
@@ -172,78 +172,51 @@ def test_not_changed(unchanged: str) -> None:
     check(program)
 
 
-# --------------------------------------------------------------------------------------- changes that do not count
-
-
-@pytest.mark.parametrize("norm", ["batch", "instance"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 @pytest.mark.parametrize("read", ["norm", "difference", "before"])
-def test_running_statistics(norm: str, read: str) -> None:
+def test_running_statistics(norm: Any, read: str) -> None:
     """PyTorch does not count that training changes them: what was computed from them is so from what they were."""
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        m = (nn.BatchNorm2d if norm == "batch" else nn.InstanceNorm2d)(16, track_running_stats=True)
-        a, w = leaf(8, 16, 6, 6), leaf(16, 16, 3, 3)
-        mean = m.running_mean
-        assert mean is not None
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        m, a, w = norm(16, track_running_stats=True), leaf(8, 16, 6, 6), leaf(16, 16, 3, 3)
         with context():
             m.eval()
-            x = m(a * 1) if read == "norm" else a - mean[:, None, None]
+            x = m(a * 1) if read == "norm" else a - m.running_mean[:, None, None]
             y = x if read == "before" else F.conv2d(x, w)
             m.train()
             m(a.detach() * 3 + 1)
-            z = F.conv2d(a - mean[:, None, None], w)  # from what they are now
+            z = F.conv2d(a - m.running_mean[:, None, None], w)  # from what they are now
             return y.sin().sum() + F.conv2d(x, w).sin().sum() + z.sin().sum()
 
     check(program)
 
 
-def test_embedding_is_normalised() -> None:
-    """An embedding with a largest norm changes its weight, of which a number is read before."""
-    index = torch.arange(20)
-
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        a = leaf(50, 16)
-        with context():
-            weight = a @ WIDE.float().repeat(2, 2)
-            y = weight.double().sin()
-            with torch.no_grad():
-                F.embedding(index, weight, max_norm=0.5)
-            return y
-
-    check(program)
-
-
-def test_data_counts_anew() -> None:
+@checked
+def data(context: Context, leaf: Leaf) -> Tensor:
     """The changes of a tensor are not those of its `data`, whose memory is the same."""
-
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        a, b, w = leaf(32, 40), leaf(32, 40), leaf(32, 40)
-        with context():
-            h = a * b
-            with torch.no_grad():
-                h.fill_(3.0)
-            return (w * h.data).sum() + a.sin().sum() + b.sin().sum()
-
-    check(program)
+    a, b, w = leaf(32, 40), leaf(32, 40), leaf(32, 40)
+    with context():
+        h = a * b
+        with torch.no_grad():
+            h.fill_(3.0)
+        return (w * h.data).sum() + a.sin().sum() + b.sin().sum()
 
 
 # ------------------------------------------------------------------------------------ one memory, several meanings
 
 
-def test_views_of_another_dtype() -> None:
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        h, b = torch.randn(16, 20).half(), leaf(16, 20)
-        with context():
-            return (b * h).sum() + (b * h.view(torch.bfloat16)).sum()
-
-    check(program)
+@checked
+def views_of_another_dtype(context: Context, leaf: Leaf) -> Tensor:
+    h, b = torch.randn(16, 20).half(), leaf(16, 20)
+    with context():
+        return (b * h).sum() + (b * h.view(torch.bfloat16)).sum()
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_views_with_another_sign(recomputed: bool) -> None:
     """The imaginary part of a conjugate has the memory of that of the number itself."""
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    def program(context: Context, leaf: Leaf) -> Tensor:
         a, p, q = leaf(20, 20, 2), leaf(20, 20), leaf(20, 20)
         with context():
             z = torch.view_as_complex(a * 2)
@@ -255,10 +228,11 @@ def test_views_with_another_sign(recomputed: bool) -> None:
     check(program)
 
 
-# ------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------- arguments
 
 
-def changed_index(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+@checked
+def index_that_changes(context: Context, leaf: Leaf) -> Tensor:
     a, index = leaf(50, 16), np.arange(20)
     with context():
         y = a[index].sin()
@@ -266,7 +240,8 @@ def changed_index(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
     return y
 
 
-def changed_slice(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+@checked
+def slice_that_changes(context: Context, leaf: Leaf) -> Tensor:
     a, end, index = leaf(50, 16), torch.tensor(5), torch.arange(20)
     with context():
         y = a[index, :end].sin()
@@ -274,26 +249,26 @@ def changed_slice(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
     return y
 
 
-def flattened(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-    """Without a dimension, indices are those of all elements."""
+@checked
+def without_a_dimension(context: Context, leaf: Leaf) -> Tensor:
+    """Indices are those of all elements then."""
     a = leaf(24, 30)
     with context():
         return torch.take_along_dim(a * 1, torch.arange(256, 384)).sum()
 
 
-def summed(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-    a, b = leaf(32, 40), leaf(32, 40)
-    with context(), pytest.warns(UserWarning, match="size_average and reduce"):
-        return F.cross_entropy(a * b, torch.arange(32), size_average=False)
+@pytest.mark.parametrize("old", [{"size_average": False}, {"reduce": False}], ids=str)
+def test_old_arguments_of_a_loss(old: Any) -> None:
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        a, b = leaf(32, 40), leaf(32, 40)
+        with context(), pytest.warns(UserWarning, match="size_average and reduce"):
+            return F.cross_entropy(a * b, torch.arange(32), **old)
+
+    check(program)
 
 
-def each_row(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-    a, b = leaf(32, 40), leaf(32, 40)
-    with context(), pytest.warns(UserWarning, match="size_average and reduce"):
-        return F.cross_entropy(a * b, torch.arange(32), reduce=False)
-
-
-def nested(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+@checked
+def nested(context: Context, leaf: Leaf) -> Tensor:
     a, b, w = leaf(5, 20), leaf(9, 20), leaf(24, 20)
     with context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
@@ -302,16 +277,12 @@ def nested(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
         return torch.nested.to_padded_tensor(y, 0.0).sin()
 
 
-def dropped(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+@checked
+def dropped(context: Context, leaf: Leaf) -> Tensor:
     a, b = leaf(40, 30), leaf(30, 60)
     with context():
         x = (a @ b).bfloat16()
         return x.sin() + torch.native_dropout(x, 0.3, True)[0].sin()
-
-
-@pytest.mark.parametrize("program", [changed_index, changed_slice, flattened, summed, each_row, nested, dropped])
-def test_arguments(program: Program) -> None:
-    check(program)
 
 
 def test_weights_of_another_device() -> None:
@@ -338,7 +309,7 @@ def test_calls_of_subclasses_stay() -> None:
     assert type(y) is Half
 
 
-# ---------------------------------------------------------------------------------------------------- backward
+# -------------------------------------------------------------------------------------------------------- backward
 
 
 class Overwriting(torch.autograd.Function):
@@ -355,16 +326,13 @@ class Overwriting(torch.autograd.Function):
         return x.cos_().mul_(grads[0])
 
 
-def test_written_over_in_backward() -> None:
+@checked
+def written_over_in_backward(context: Context, leaf: Leaf) -> Tensor:
     """What a function has written over is computed again for its other readers."""
-
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
-        a, b = leaf(32, 40), leaf(32, 40)
-        with context():
-            x = a * b
-            return (x + b).sin() + Overwriting.apply(x)
-
-    check(program)
+    a, b = leaf(32, 40), leaf(32, 40)
+    with context():
+        x = a * b
+        return (x + b).sin() + Overwriting.apply(x)
 
 
 def test_written_over_and_gone() -> None:
@@ -394,15 +362,12 @@ def test_backward_in_autocast() -> None:
     assert all(map(torch.equal, gradients(nullcontext), gradients(saving)))
 
 
-LOSSES = {reduction: partial(F.cross_entropy, reduction=reduction) for reduction in ("none", "mean")}
-
-
-@pytest.mark.parametrize("reduction", LOSSES)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_many_gradients_of_a_loss(reduction: str) -> None:
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    def program(context: Context, leaf: Leaf) -> Tensor:
         a, b = leaf(16, 20), leaf(16, 20)
         with context():
-            return LOSSES[reduction](a * b, torch.arange(16))
+            return F.cross_entropy(a * b, torch.arange(16), reduction=reduction)
 
     check(program, grad=torch.eye(16) if reduction == "none" else torch.randn(5), is_grads_batched=True)
 
@@ -410,7 +375,7 @@ def test_many_gradients_of_a_loss(reduction: str) -> None:
 def test_some_rows_of_wide_logits() -> None:
     """The logarithms of a few rows take less than all logits in half precision."""
 
-    def program(context: Context, leaf: Callable[..., Tensor]) -> Tensor:
+    def program(context: Context, leaf: Leaf) -> Tensor:
         a, b = (leaf(*shape, dtype=torch.bfloat16) for shape in ((256, 20), (20, 500)))
         with count_saved() as saved, context():
             loss = F.cross_entropy((a @ b).float()[:8], torch.arange(8))
@@ -452,3 +417,8 @@ def test_logits_in_memory_of_hooks() -> None:
         return [torch.autograd.grad(loss, w, retain_graph=True)[0] for _ in range(2)]
 
     assert all(map(torch.equal, gradients(nullcontext), gradients(saving)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str) -> None:
+    check(PROGRAMS[name])
