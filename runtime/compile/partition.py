@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, fx
 from fitact.runtime.saving import SHARP
 from fitact.runtime.torch_internals import min_cut, schema_name, unset_fake_temporarily
 
-from .codes import BYTE, adding, decode, encode, pack, unpack
+from .codes import BYTE, CAST, Add, adding, decode, encode, pack, unpack
 from .report import SavedRecord
 from .saved import (
     Reader,
@@ -55,6 +57,7 @@ class Partition:
         with unset_fake_temporarily():
             self.change(forward, backward, options["num_fwd_outputs"], owned)
         for module in (forward, backward):
+            module.graph.eliminate_dead_code()
             module.graph.lint()
             module.recompile()
         return forward, backward
@@ -66,19 +69,40 @@ class Partition:
         groups: dict[fx.Node, list[SavedTensor]] = {}
         for tensor in saved(forward, backward, outputs, owned, self.inputs):
             groups.setdefault(tensor.base, []).append(tensor)
-        self.record([record for group in groups.values() for record in self._change(forward, backward, group)])
+        names = {node.name: node for node in forward.graph.nodes}
+        known = {node: names[node.name] for node in backward.graph.nodes if node.name in names}
+        change = partial(self._change, forward, backward, known)
+        self.record([record for group in groups.values() for record in change(group)])
 
-    def _change(self, forward: fx.GraphModule, backward: fx.GraphModule, group: Group) -> Iterator[SavedRecord]:
-        """Let what is saved of one storage become a code, and return the records, the first with the bytes."""
+    def _change(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, known: dict[fx.Node, fx.Node], group: Group
+    ) -> Iterator[SavedRecord]:
+        """Let what is saved of one storage become a code, and return the records, the first with the bytes.
+
+        Args:
+            forward: the forward graph.
+            backward: the backward graph.
+            known: nodes of the backward graph, and those of the forward graph that are the same.
+            group: what is saved of the storage.
+
+        """
         whole, chains = _whole(group)
         value = whole.meta["val"]
         bits = 1 if is_mask(whole) else self._bits([tensor.reader for tensor in group])
-        if reason := _blocker(group, value, len(chains)) or ("" if bits else "attention"):
+        masks = [mask for tensor in group for mask in _comparisons(tensor.place)] if bits > 1 else []
+        signs = [mask for mask in masks if _asks_for_signs(mask)]
+        masks = [mask for mask in masks if mask not in signs]
+        reason = _blocker(group, value, len(chains)) or ("" if bits else "attention")
+        reason = reason or ("" if all(_can_move(mask, known) for mask in masks) else "compared with others")
+        if reason:
             return _left(group, reason)
-        parts = _encode(forward, whole, bits, any(_is_compared(tensor.place) for tensor in group))
-        places = _hand_over(forward, backward, group, parts)
-        _decode(backward, group, places, whole, bits, chains)
-        sizes = _bytes(whole), sum(map(_bytes, parts))
+        parts = _encode(forward, whole, bits, bool(signs))
+        places = _hand_over(forward, backward, group, [*parts, *(_moved(forward, mask, known) for mask in masks)])
+        for mask, place in zip(masks, places[len(parts) :], strict=True):
+            add = adding(backward, mask)
+            mask.replace_all_uses_with(_reshaped(add, unpack(add, place), mask.meta["val"].shape))
+        _decode(backward, group, places[: len(parts)], whole, bits, chains)
+        sizes = _bytes(whole), sum(map(_bytes, places))
         kind = "mask" if bits == 1 else group[0].reader.kind
         return iter([SavedRecord(_operation(whole), _shape(whole), value.dtype, *sizes, kind, bits)])
 
@@ -149,16 +173,67 @@ def _bytes(node: fx.Node) -> int:
     return elements(node) * int(node.meta["val"].element_size())
 
 
-def _is_compared(place: fx.Node) -> bool:
-    """Whether backward asks on which side of a number the elements of a tensor lie, as for a ReLU."""
+def _is_bool(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype is torch.bool
+
+
+def _comparisons(place: fx.Node) -> list[fx.Node]:
+    """Return the masks that backward computes from a tensor, as from the input of a ReLU or a clamp."""
     nodes = [place]
     for node in nodes:
-        for user in node.users.keys() - {*nodes}:
-            if is_view(user) or is_pointwise(user):
-                if (value := value_of(user)) is not None and value.dtype is torch.bool:
-                    return True
-                nodes.append(user)
-    return False
+        users = [user for user in node.users if user not in nodes and (is_view(user) or is_pointwise(user))]
+        nodes += [user for user in users if _is_bool(user) >= _is_bool(node)]
+    return [node for node in nodes if _is_bool(node) and not all(map(_is_bool, node.users))]
+
+
+def _asks_for_signs(mask: fx.Node) -> bool:
+    """Return whether a mask says on which side of 0 the elements of what is saved are."""
+    source: Any = mask.args[0]
+    while source.op == "call_function" and (is_view(source) or source.target is CAST):
+        source = source.args[0]
+    return mask.args[1:] == (0,) and source.op == "placeholder"
+
+
+def _can_move(mask: fx.Node, known: Collection[fx.Node]) -> bool:
+    """Return whether the forward pass can compute a mask, and hand it on in bits."""
+    sources = [mask]
+    for node in sources:
+        if node not in known:
+            if node.op != "call_function":
+                return False
+            sources += [each for each in node.all_input_nodes if each not in sources]
+    return _rows(mask.meta["val"].shape) is not None
+
+
+def _rows(shape: Sequence[Any]) -> Sequence[Any] | None:
+    """Return a shape whose last dimension fills whole bytes, by joining the last ones; None if sizes vary."""
+    if isinstance(shape[-1], int) and shape[-1] % BYTE == 0:
+        return shape
+    sizes = [size for size in shape if isinstance(size, int)]
+    joined = next((i for i in range(2, len(sizes) + 1) if math.prod(sizes[-i:]) % BYTE == 0), 0)
+    return [*shape[:-joined], math.prod(sizes[-joined:])] if joined and len(sizes) == len(shape) else None
+
+
+def _reshaped(add: Add, x: fx.Node, shape: Sequence[Any]) -> fx.Node:
+    same = len(shape) == x.meta["val"].dim()
+    return x if same else add(torch.ops.aten.reshape.default, x, [*shape])
+
+
+def _moved(forward: fx.GraphModule, mask: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return the bits of a mask, computed in the forward graph."""
+    (end,) = forward.graph.find_nodes(op="output")
+    add = adding(forward, end)
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in known:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copied)
+            known[node] = add(node.target, *args, **kwargs)
+        return known[node]
+
+    shape = _rows(mask.meta["val"].shape)
+    assert shape is not None
+    return pack(add, _reshaped(add, copied(mask), shape))
 
 
 def _encode(module: fx.GraphModule, node: fx.Node, bits: int, signs: bool) -> list[fx.Node]:

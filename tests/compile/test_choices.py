@@ -166,6 +166,39 @@ def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
     assert layer[True] / (256 * 256 * 2) < {"exact": 11.7, "rounding": 8.0, "coarse": 4.2}[error]  # of its input
 
 
+COMPARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda z: z.clamp(-0.3, 0.3),
+    "clipped": lambda z: F.hardtanh(z, -0.3, 0.3),
+    "threshold": lambda z: F.threshold(z, 0.1, 20.0),
+    "choice": lambda z: torch.where(z > 0.3, z * z, 2 * z),
+    "largest of a row": lambda z: z.amax(-1, keepdim=True),
+    "least of all": torch.min,
+    "larger of two": lambda z: torch.maximum(z, z.flip(0)),
+    "in two dimensions": lambda z: torch.where(z[None] > 0.3, z[None], 1.0)[0],
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_is_compared(name: str) -> None:
+    """Masks that backward would compute from codes come from the forward pass, in bits."""
+
+    def block() -> nn.Module:
+        return Gelu(act=lambda z: F.gelu(z) + COMPARED[name](z))
+
+    error, records = coded(block, (128, 256), bits=8)
+    assert error < 0.01
+    (record,) = (record for record in records if record.operation == "addmm")
+    assert 8.5 / 32 < record.after / record.before <= 11.5 / 32
+
+
+def test_slopes_after_a_norm() -> None:
+    """Of a ReLU after a norm whose input has codes; the rows of images do not fill whole bytes."""
+    error, records = coded(lambda: convolved(nn.GroupNorm(4, 64)), IMAGE, error="coarse", budget=0.9)
+    assert error < 0.07
+    (record,) = (record for record in records if record.operation == "convolution")
+    assert 5 / 32 < record.after / record.before < 6 / 32
+
+
 def test_signs_at_a_jump() -> None:
     """An element that is not 0 keeps its sign, where a slope jumps at 0, however small it is beside its block."""
 
