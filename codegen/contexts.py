@@ -197,6 +197,7 @@ def _codes(activation: Activation) -> dict[str, Code]:
         "_half": half or value,
         "_derivative": derivative,
         "_derivative_half": derivative_half or derivative,
+        "_torch_derivative": render(activation.derivative_formula, TORCH),
     }
 
 

@@ -173,6 +173,9 @@ def _contexts(model: nn.Module, context: Context, include: Patterns, exclude: Pa
     included = [""] if include is None else outermost(matching(paths, include, "include", "module"))
     excluded = outermost(matching(paths, exclude, "exclude", "module"))
     included = [path for path in included if path not in excluded and not inside(path, excluded)]
+    for path in (*included, *excluded):
+        if isinstance(model.get_submodule(path), torch.jit.ScriptModule):
+            raise UsageError(f"{path}: a ScriptModule runs as it was compiled, and has no context of its own")
     return dict.fromkeys(included, context) | dict.fromkeys(excluded, baseline)
 
 

@@ -155,7 +155,9 @@ class _Step:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.arrive, name, i))
 
-    def arrive(self, name: str, i: int, gradient: Tensor) -> None:
+    def arrive(self, name: str, i: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # nothing reads this one of several outputs
+            return
         self.passed.setdefault(name, [None] * len(self.outputs[name]))[i] = gradient.detach().cpu().clone()
 
 

@@ -78,11 +78,14 @@ class Gate(Kernel):
 
     Attributes:
         a, b: the factors, of g and of u, in PyTorch's operators; they keep the dtype.
+        a_derivative, b_derivative: of factors that are no single function of PyTorch, in float32 or float64.
 
     """
 
     a: Callable[[Tensor], Tensor]
     b: Callable[[Tensor], Tensor]
+    a_derivative: Callable[[Tensor], Tensor] | None = None
+    b_derivative: Callable[[Tensor], Tensor] | None = None
 
     def value(self, g: Tensor, u: Tensor) -> Tensor:
         """Return the gate in PyTorch's operators."""
@@ -96,9 +99,9 @@ class Gate(Kernel):
         g, u, dh, dg, du = given.saved, given.other, given.dy, None, None
         with inputs.without_autocast(dh.device.type):
             if given.wants_x:
-                dg = _pulled(self.a, g, dh * self.b(u))
+                dg = _pulled(self.a, self.a_derivative, g, dh * self.b(u))
             if given.wants_other:
-                du = _pulled(self.b, u, dh * self.a(g))
+                du = _pulled(self.b, self.b_derivative, u, dh * self.a(g))
         return dg, du
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
@@ -111,8 +114,12 @@ class Gate(Kernel):
         launch(self.backward, reference.tiles_of(dh), threads_of(dh.dtype), dh, *rest)
 
 
-def _pulled(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor:
-    """Return dy times the derivative of a function of x, by PyTorch's own backward, contiguous."""
+def _pulled(
+    function: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor] | None, x: Tensor, dy: Tensor
+) -> Tensor:
+    """Return dy times the derivative of a function of x, contiguous; without one, by PyTorch's own backward."""
+    if derivative is not None:
+        return (dy * derivative(x.to(reference.arithmetic_dtype(x)))).to(x.dtype).contiguous()
     pull: Any = torch.func.vjp(function, x)[1]
     dx: Tensor = pull(dy)[0]
     return dx.contiguous()

@@ -99,7 +99,7 @@ def attach(module: nn.Module, context: Context | None = None, checkpoint: Checkp
     """
     if not isinstance(module, Attached):
         own: Any = type(module)
-        module.__class__ = _class(own)
+        object.__setattr__(module, "__class__", _class(own))  # some modules refuse to be changed, or pass it on
     forward = vars(module).get("forward")
     if forward is not None and not isinstance(forward, AttachedForward):
         vars(module)["forward"] = AttachedForward(module, forward)
@@ -119,7 +119,7 @@ def detach(module: nn.Module, what: str = CONTEXT) -> bool:
         return had
     if "fitact_own" in vars(type(module)):  # otherwise FSDP may have made another class of this one
         own: Any = module.fitact_own
-        module.__class__ = own
+        object.__setattr__(module, "__class__", own)
     forward = vars(module).get("forward")
     if isinstance(forward, AttachedForward):
         vars(module)["forward"] = forward.forward

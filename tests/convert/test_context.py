@@ -285,6 +285,30 @@ def test_patterns(given: dict[str, Any], paths: list[str]) -> None:
     assert not attached(model) and step(model)[0] == before
 
 
+class Frozen(nn.Sequential):
+    """A module whose attributes may not be set once it is made."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "frozen" in vars(self):
+            raise RuntimeError("frozen")
+        super().__setattr__(name, value)
+
+
+def test_modules_that_refuse_attributes() -> None:
+    model = Frozen(linear(WIDTH, HIDDEN), nn.GELU(), linear(HIDDEN))
+    vars(model)["frozen"] = True
+    assert fitact.convert(model, example_inputs=X).replaced and isinstance(model, Attached)
+    fitact.revert(model)
+    assert type(model) is Frozen
+
+
+def test_a_scripted_part_has_no_context_of_its_own() -> None:
+    model = nn.Sequential(torch.jit.script(linear()), nn.GELU(), linear())
+    with pytest.raises(UsageError, match=r"^0: a ScriptModule runs as it was compiled"):
+        fitact.convert(model, exclude="0")
+    assert not attached(model)
+
+
 def test_lazy_and_untrained_models() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
     for method in (None, "fewbit"):

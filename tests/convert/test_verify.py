@@ -133,6 +133,13 @@ def test_transformers() -> None:
     assert not actual.outputs and "mlp" in next(iter(actual.passed))
 
 
+def test_an_output_that_nothing_reads() -> None:
+    both = built(lambda _, x: x.chunk(2, -1))
+    parts = {"first": nn.Linear(16, 64), "both": both, "last": nn.Linear(32, 8)}
+    net = built(lambda m, x: m.last(m.both(m.first(x))[0]), **parts)
+    assert fitact.verify(net, X).same
+
+
 def test_refusals() -> None:
     net = model()
     net.generator = (each for each in ())

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fitact.fitter.analysis.learned import USED
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
-from tests.support.gates import FITS, Baseline, gate_module, halves, special
-from tests.support.generated import EACH_DTYPE, LAYOUTS, forward_op, same, sizes
+from tests.support.gates import FITS, Baseline, gate_module, halves, recomputed, special
+from tests.support.generated import EACH_DTYPE, LAYOUTS, forward_op, load, same, sizes
 from tests.support.kinds import SEVERAL, operation
 from tests.support.learned import CASES, call, learned_module, numbers_of, shaped
 from tests.support.processes import python
@@ -63,6 +63,17 @@ def test_gates_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     dh = torch.randn(g.shape, dtype=torch.float64)
     actual, exact = (gradients(each, (g, u), dh) for each in (function, baseline))
     torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_pieces_of_gates(dtype: torch.dtype) -> None:
+    """A piece that is not taken has no part in a gradient, whatever its own is there."""
+    function = load(recomputed("u*where(g > 0, g**1.5, 0.1*g)", "own_pieces")).own_pieces
+    g = torch.tensor([-2.0, -1.0, 0.0, 0.5, 2.0], dtype=dtype)
+    dg, du = gradients(function, (g, torch.full_like(g, 3.0)), torch.ones_like(g))
+    expected, rtol = torch.where(g > 0, 4.5 * g.double().abs().sqrt(), 0.3), 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(dg.double(), expected, rtol=rtol, atol=0)
+    assert torch.equal(du, function(g, torch.ones_like(g)))
 
 
 @every_formula
