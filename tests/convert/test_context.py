@@ -373,6 +373,27 @@ def test_compiled_models(how: str) -> None:
     assert type(model) is Model
 
 
+class Around(nn.Module):
+    """A wrapper with all attributes of what it wraps, as peft's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+    def forward(self, x: Tensor, factor: int) -> Tensor:
+        return factor * self.inner(x)
+
+
+def test_a_wrapper_around_a_compiled_model() -> None:
+    """It is not compiled itself, though it has an attribute that says so."""
+    model = Around(torch.compile(made(lambda: Model(0.0)), backend="eager"))  # type: ignore[arg-type]
+    fitact.convert(model, example_inputs=(X, 2))
+    assert isinstance(model, Attached)
+
+
 def test_sparse_tensors() -> None:
     """They are stored as they are, and not counted: a product's gradient needs the sparse matrix."""
 

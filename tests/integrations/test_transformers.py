@@ -90,6 +90,12 @@ def test_says_that_it_does_nothing(tmp_path: Path) -> None:
         assert f"expected {message}" in refused(FitactCallback, **{"error": "exact", **given})
 
 
+def test_the_trainer_compiles(tmp_path: Path) -> None:
+    model, given = made("llama"), {"torch_compile": True, "torch_compile_backend": "eager"}
+    with pytest.warns(FitWarning, match="the Trainer compiles the model: convert it before"):
+        trained(model, tmp_path, FitactCallback(), steps=1, **given)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_axolotl(tmp_path: Path) -> None:
     """Its own manager loads the plugin, which checks its arguments."""

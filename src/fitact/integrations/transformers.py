@@ -15,7 +15,7 @@ from fitact.runtime.measure import imported
 from fitact.runtime.restore import Inputs
 from fitact.runtime.shipped import activation, shipped
 
-from .step import Converting, converted, is_converted, planned
+from .step import Converting, converted, does_nothing, is_converted, planned
 
 imported("transformers")  # or a UsageError that says how to install it
 callbacks: Any = import_module("transformers.trainer_callback")
@@ -55,6 +55,9 @@ class FitactCallback(Converting, callbacks.TrainerCallback):
                 handler.on_log(args, state, control, values)
 
         if is_converted(model):
+            return
+        if args.torch_compile:
+            does_nothing("the Trainer compiles the model: convert it before the Trainer is made")
             return
         if self.plan is not None:
             log(planned(model, self.plan))
