@@ -49,7 +49,8 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
 
         return inputs.sharded(g, of_shards, lambda placement: not placement.is_partial())
     if not inputs.may_need_gradient(g, u):
-        return inputs.like(gate.value(g, u), g)
+        with inputs.without_autocast(g.device.type):
+            return inputs.like(gate.value(g, u), g)
     order, dims = inputs.in_memory_order(g)
     g, u = inputs.permuted(g, order), inputs.permuted(u, order)
     return inputs.permuted(differentiable(g, u, g.dtype, key, dims=dims), dims)

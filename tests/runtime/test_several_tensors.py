@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.fitter.analysis.learned import USED
+from fitact.runtime.kernels import Gate, apply_gate, register
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
 from tests.support.gates import FITS, Baseline, gate_module, halves, recomputed, special
@@ -74,6 +75,20 @@ def test_pieces_of_gates(dtype: torch.dtype) -> None:
     expected, rtol = torch.where(g > 0, 4.5 * g.double().abs().sqrt(), 0.3), 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(dg.double(), expected, rtol=rtol, atol=0)
     assert torch.equal(du, function(g, torch.ones_like(g)))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_gates_run_without_autocast(gradient: bool) -> None:
+    """A GPU's would compute a softplus in float32."""
+
+    def a(x: Tensor) -> Tensor:
+        assert not torch.is_autocast_enabled("cpu")
+        return x * 2
+
+    key = register(Gate(key=f"own-autocast-{gradient}", name="own", a=a, b=a, forward=None, backward=None))
+    g = torch.randn(8, dtype=HALF, requires_grad=gradient)
+    with torch.autocast("cpu", HALF):
+        assert same(apply_gate(g, g, key), 4 * g * g)
 
 
 @every_formula
