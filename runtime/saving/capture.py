@@ -167,7 +167,8 @@ class Capture(TorchFunctionMode):
         self.autocast = any_autocast()
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
-        return (rule if kwargs.get("out") is None else RULES[CHANGING])(self, func, args, kwargs)
+        changes = kwargs.get("out") is not None and RULES[CHANGING]
+        return (changes or rule)(self, func, args, kwargs)
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
         """Make a call as if the model had made it."""
