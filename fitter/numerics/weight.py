@@ -140,8 +140,10 @@ class Weight:
                 f"weight {quote(self.text)} is {heights[wrong][0]:g} at x = {at[wrong][0]:g}: expected 0 to "
                 f"{LARGEST:g} all over the domain"
             )
-        if not 0 < self.mass(low, high) < math.inf:
-            raise UsageError(f"weight {quote(self.text)}: it is zero all over the domain {low:g} {high:g}")
+        mass = self.mass(low, high)
+        if not 0 < mass < math.inf:
+            what = "infinite at a point of" if mass else "zero all over"
+            raise UsageError(f"weight {quote(self.text)}: it is {what} the domain {low:g} {high:g}")
 
     def mass(self, low: float, high: float) -> float:
         """Return the integral of w from `low` to `high`."""

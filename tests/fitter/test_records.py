@@ -108,6 +108,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("weight", "weight", "gauss", "normal(0, -1)"),
         ("weight", " at x = ", "-1", "x", "1/x", "log(x)", "1e300", "exp(x**2*20)", "1/(x-1)**2"),
         ("weight", ": it is zero all over", "0*x", "normal(1e300,1)"),
+        ("weight", ": it is infinite at a point of", "1/sqrt(abs(x-0.77))"),
         ("domain", "of at most 1e+30", [-1.7e308, 1.7e308], [0.0, 1e31], [1e300, 1.1e300]),
         ("borders", "borders: expected", [0.25, 0.5], [0.1] * 4),
         ("borders", "borders: expected increasing", [1, 1, 2], [3, 2, 1], [0.25, 0.75, 0.5]),
