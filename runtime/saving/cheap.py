@@ -16,7 +16,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 CHEAP = """
     abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh celu clamp clamp_max clamp_min clip clone cos
-    cosh deg2rad div divide erf erfc exp exp2 expm1 flatten gather index_select lerp log log10 log1p log2
+    cosh cumsum deg2rad div divide erf erfc exp exp2 expm1 flatten gather index_select lerp log log10 log1p log2
     logaddexp logit logsumexp masked_fill max maximum mean min minimum mul multiply nan_to_num neg negative
     polar pow prod reciprocal relu repeat_interleave reshape roll rsqrt selu sigmoid sin sinc sinh softmax sqrt
     square std sub subtract sum take_along_dim tan tanh tile tril triu true_divide var where xlogy amax amin

@@ -51,6 +51,13 @@ def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict
     return capture.call(Tensor.mul, capture.call(Tensor.reciprocal, args[0]), args[1])
 
 
+def _cumsum(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call of a cumulative sum; a GPU adds up a single row in any order."""
+    x = args[0] if args else kwargs.get("input")
+    single = isinstance(x, Tensor) and x.numel() == max(x.shape, default=1)
+    return (Capture.plain if single else _cheap)(capture, func, args, kwargs)
+
+
 def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     output = func(*args, **kwargs)
     if (
@@ -224,6 +231,7 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
 RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
+RULES |= dict.fromkeys(cheap.named("cumsum"), _cumsum)
 RULES |= dict.fromkeys((F.hardtanh, F.normalize, torch.norm, Tensor.norm), _by_position)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES |= {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
