@@ -96,10 +96,13 @@ def convert(
         context = partial(saving, error, bits, recompute_attention=recompute_attention, offload=offload)
         return _attached(model, _contexts(model, context, include, exclude), run, dry_run, gradients)
     _check(model, method, bits, substitutes)
-    if error != "exact" or recompute_attention or offload:
-        raise UsageError(
-            "error, recompute_attention, offload: expected no method and no replace with one of these"
-        )
+    for what, given, why in (
+        (f"error {quote(error)}", error != "exact", "have their own errors"),
+        ("recompute_attention", recompute_attention, "change activations alone"),
+        ("offload", offload, "save nothing in a context"),
+    ):
+        if given:
+            raise UsageError(f"{what}: expected no method and no replace, which {why}")
     own = frozenset(substitutes)
     sites = _chosen(activation_sites(model, own), include, exclude)
     _check_substitutes(sites, substitutes)
