@@ -266,12 +266,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is compiled, by `torch.compile` or its own `compile`; no public function tells."""
-    return "_orig_mod" in modules_in(module) or module._compiled_call_impl is not None
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def uncompiled(module: Any) -> Any:
     """Return the module that `torch.compile` wrapped; other objects unchanged."""
-    return getattr(module, "_modules", {}).get("_orig_mod", module)
+    return module._orig_mod if type(module).__name__ == "OptimizedModule" else module
 
 
 def plain(model: nn.Module) -> None:

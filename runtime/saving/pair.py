@@ -146,7 +146,7 @@ class WithoutMode(Capture):
     def _quantised(self, tensor: Tensor, bits: int) -> Quantised | None:
         """Return the codes of a tensor's memory, once for all its views; None if it has to be stored as it is."""
         mark, version = marked(tensor, self.hooks), version_of_saved(tensor)
-        for stored in mark.alive(version):
+        for stored in mark.alive(version) if mark.is_of(tensor, version) else ():
             if type(stored) is not Quantised:
                 return None  # it is stored already
             if stored.bits >= bits:
