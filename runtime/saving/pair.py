@@ -154,7 +154,7 @@ class WithoutMode(Capture):
                 return stored
         memory, base = tensor, base_of(tensor)
         if not is_dense(tensor):
-            if base is not None and base.grad_fn is not None and base.grad_fn.name() == "CopySlices":
+            if base is not None and base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
                 return None  # a part of a memory that was written to; what lies beside it may be anything
             elements, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
             columns = next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
