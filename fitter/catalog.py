@@ -32,8 +32,8 @@ class Entry:
         """
         for name, value in parameters.items():
             if name not in self.parameters:
-                known = ", ".join(self.parameters) or "none"
-                raise UsageError(f"unknown parameter {quote(name)}: expected one of {known}")
+                known = f"expected one of {', '.join(self.parameters)}" if self.parameters else "there are none"
+                raise UsageError(f"unknown parameter {quote(name)}: {known}")
             if not math.isfinite(value):
                 raise UsageError(f"parameter {name}: expected a finite number, got {value!r}")
         values = {**self.parameters, **parameters}

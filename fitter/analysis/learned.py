@@ -172,5 +172,5 @@ class Learned(Formula):
                 starts = ", ".join(f"{number.name}={number.start:g}" for number in self.numbers)
                 raise UsageError(
                     f"{self}: with its start {starts} {what}the formula is {at_points[i]:g} at x = {POINTS[i]:g}: "
-                    "expected finite numbers from x = -10 to 10; choose another start"
+                    "expected finite numbers from x = -10 to 10; start elsewhere, or write where(condition, a, b)"
                 )

@@ -134,7 +134,7 @@ class Parser(Syntax):
                 return self.binary(node, op, self.expression(left, depth), self.expression(right, depth))
             case ast.Call():
                 return self.call(node, depth)
-            case ast.Compare():
+            case ast.Compare() | ast.IfExp():
                 self.refuse(node, "a comparison belongs in where(condition, a, b)")
             case _:
                 kind = type(node).__name__

@@ -238,7 +238,10 @@ def _check(model: nn.Module, method: str | None, bits: Any, substitutes: Mapping
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
         if not is_generated(new):
-            raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
+            raise UsageError(
+                f"replace: {new.__name__} is not an activation of one input, without learned numbers, that fitact "
+                "codegen generated"
+            )
     if (site := recognise(model, frozenset(), model, "", "")) is not None:
         raise UsageError(f"the model is itself an activation, {site.before}: use fitact.activation instead")
 

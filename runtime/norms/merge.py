@@ -26,7 +26,8 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
     Args:
         norm: over the last dimension: `nn.LayerNorm`, `nn.RMSNorm`, or a module that computes one of them with
             `weight` or 1 + `weight`, such as those of transformers' LLaMA and Gemma.
-        layers: all that read its output, adapters included; changed in place. One without bias gets one for β.
+        layers: all that read its output, adapters included; changed in place. One without bias gets one for β. No
+            other module may have their weights, as an embedding that is tied to a head.
 
     Returns:
         The norm without α and β, which saves its output for backward.
@@ -43,7 +44,7 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
     for layer in layers:
         if getattr(layer, "in_features", None) != alpha.numel():
             raise UsageError(f"layers: expected linear layers of {alpha.numel()} inputs, got {layer}")
-    for layer in layers:
+    for layer in dict.fromkeys(layers):
         if bias is not None:
             moved, trained = layer.weight @ bias.to(layer.weight), layer.weight.requires_grad
             own: Any = layer.bias  # None if it has none, whatever its type says

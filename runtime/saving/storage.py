@@ -97,13 +97,14 @@ class Mark:
 
     __slots__ = ("_dtype", "_hooks", "casts", "known", "oldest", "recompute", "waiting")
 
-    def __init__(self, hooks: Hooks | None, dtype: torch.dtype | None = None) -> None:
-        self._hooks, self._dtype = None if hooks is None else weakref.ref(hooks), dtype
+    def __init__(
+        self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
+    ) -> None:
+        self._hooks, self._dtype, self.oldest = hooks, dtype, oldest
         self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
         self.waiting: list[Callable[[], Stored | None]] = []
-        self.oldest = 0
 
     def is_inside(self, hooks: Hooks | None) -> bool:
         """Return whether it was made inside of these hooks."""
@@ -111,10 +112,8 @@ class Mark:
 
     def changed(self, version: int) -> Mark:
         """Return what is known after a change of a tensor of this version, whether or not PyTorch counts it."""
-        mark = Mark(None, self._dtype)
-        mark._hooks, mark.oldest = self._hooks, max(self.oldest, version) + 1
-        self.oldest = mark.oldest
-        return mark
+        self.oldest = max(self.oldest, version) + 1  # for those who hold this mark
+        return Mark(self._hooks, self._dtype, self.oldest)
 
     def is_of(self, tensor: Tensor, version: int) -> bool:
         """Return whether all this is true of a tensor: not if its dtype is another, or it counts changes anew."""
@@ -180,7 +179,7 @@ def marked(tensor: Tensor, hooks: Hooks | None) -> Mark:
     storage = tensor.untyped_storage()
     mark: Mark | None = mark_of(storage)
     if mark is None or not mark.is_inside(hooks):
-        mark = Mark(hooks, tensor.dtype)
+        mark = Mark(None if hooks is None else weakref.ref(hooks), tensor.dtype)
         set_mark(storage, mark)
     return mark
 

@@ -58,7 +58,7 @@ def test_parameters_pass_through_json_and_code() -> None:
     assert fit.error["objective"] <= 1e-15
 
 
-REFUSED = [("gelu", 1.0, "one of none"), ("elu", float("nan"), "alpha: expected a finite number")]
+REFUSED = [("gelu", 1.0, "there are none"), ("elu", float("nan"), "alpha: expected a finite number")]
 REFUSED += [("x*sigmoid(x)", 1.0, "an expression has no parameters")]
 
 

@@ -108,7 +108,7 @@ CHARACTER = "unexpected character"
 # the reason → texts, three spaces apart
 REFUSALS: dict[str, str] = {
     "is not part of the language": (
-        "()   x, x   x.real   x.__class__   lambda: x   (x := 1)   x if x else x   [x]   [x for x in x]   {x: x}"
+        "()   x, x   x.real   x.__class__   lambda: x   (x := 1)   [x]   [x for x in x]   {x: x}"
         "   x[0]   x and x   not x   ~x   await x   ...   x // 2   x % 2   x @ x   x << 1   x | x   x & x"
     ),
     "unknown name": "y   X   eval   x*__builtins__   print(x)   e(x)",
@@ -128,6 +128,7 @@ REFUSALS: dict[str, str] = {
     "<, <=, > or >=": "where(x == 0, 1, x)   where(x is x, 1, x)",
     "one comparison": "where(0 < x < 1, 1, x)",
     "takes a comparison": "where(x, 1, 2)   where(x > 0, 1)",
+    "a comparison belongs in where": "x if x > 0 else 0   x*(x > 0)",
     "power of numbers is out of range": (
         "10**10**10   x*2**2**2**2**2**2   (2**1000)**1000   2**-(10**9)   (x/10)**400   (x/3)**1000"
         "   1.000001**(10**9)"
