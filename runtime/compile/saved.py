@@ -121,7 +121,7 @@ def saved(
     graph = _Graph(forward, outputs, owned, inputs)
     places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for node in graph.results[outputs:]:
-        if value_of(node) is not None:
+        if value_of(node) is not None and node.name in places:  # not the state of a random generator
             reason = graph.reason(node)
             reader = Reader("", reason) if reason or is_mask(node) else graph.reader(node)
             yield SavedTensor(node, places[node.name], base_of(node), reader)

@@ -374,8 +374,8 @@ class Stored(Made):
         """Hand the tensor to the hooks outside, once it is known that it has to be stored."""
         if self._hooks is not None:
             tensor: Tensor = self._saved
-            if tensor.layout is not torch.strided:
-                self._layout, self._whole = (tensor.size(), (), 0), False
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self._layout, self._whole = (torch.Size(()), (), 0), False
                 self._saved = self._hooks.pack(tensor)
                 return self
             self._layout, self._whole = layout_of(tensor), is_dense(tensor)

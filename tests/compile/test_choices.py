@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fitact
 from benchmarks import compiled as benchmark
@@ -197,6 +198,18 @@ def test_slopes_after_a_norm() -> None:
     assert error < 0.07
     (record,) = (record for record in records if record.operation == "convolution")
     assert 5 / 32 < record.after / record.before < 6 / 32
+
+
+def test_random_numbers_in_a_checkpoint() -> None:
+    """The forward graph hands on the state of the generator under another name."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        y: Any = checkpoint(lambda h: m.c(F.rrelu(m.b(h), training=True)), F.relu(m.a(x)), use_reentrant=False)
+        return y
+
+    model = built(call, **{name: nn.Linear(64, 64) for name in "abc"})
+    run_graphs(model, fitact.compile_options(error="exact"), 0.9)(torch.randn(256, 64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_signs_at_a_jump() -> None:

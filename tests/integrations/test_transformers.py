@@ -1,5 +1,6 @@
 """A training run with transformers' Trainer, and axolotl's: the same losses, and what the loggers get."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_says_that_it_does_nothing(tmp_path: Path) -> None:
         assert converted(torch.nn.Linear(4, 4), Inputs((torch.randn(2, 5),)), "exact", gradients=False)[1] == {}
     for given, message in ({"plan": tmp_path}, "one of both"), ({"error": "none"}, "exact, rounding, coarse"):
         assert f"expected {message}" in refused(FitactCallback, **{"error": "exact", **given})
+
+
+class Copying(transformers.TrainerCallback):  # type: ignore[misc]
+    """Copies the model when training begins, as for averages of its weights."""
+
+    def on_train_begin(self, *_: Any, **given: Any) -> None:
+        self.copy = copy.deepcopy(given["model"])
+
+
+def test_a_copy_before_the_first_batch(tmp_path: Path) -> None:
+    """It goes on to be the model that it was."""
+    model, copying = made("llama"), Copying()
+    before = model(**batch_of("llama")).loss
+    trained(model, tmp_path, FitactCallback(), copying, steps=2)
+    copied = copying.copy
+    loss = copied(**batch_of("llama")).loss
+    assert torch.equal(loss, before) and not torch.equal(model(**batch_of("llama")).loss, before)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 def test_the_trainer_compiles(tmp_path: Path) -> None:

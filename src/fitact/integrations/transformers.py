@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+import copy
+from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import currentframe
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,25 +64,35 @@ class FitactCallback(Converting, callbacks.TrainerCallback):
         if self.plan is not None:
             log(planned(model, self.plan))
         else:
-            self._at_first_batch(model, log)
+            model.forward = _First(self, model, log)
 
-    def _at_first_batch(self, model: nn.Module, log: Any) -> None:
-        """Let the model's next call that trains convert it, before it runs."""
-        own = vars(model).get("forward")  # accelerate sets one
-        forward = model.forward
 
-        @wraps(forward)
-        def first(*args: Any, **kwargs: Any) -> Any:
-            if not (model.training and torch.is_grad_enabled()):
-                return forward(*args, **kwargs)
-            del model.forward
-            if own is not None:
-                model.forward = own
-            self.report, values = converted(model, Inputs(args, kwargs), self.error, self.gradients)
-            log(values)
-            return model.forward(*args, **kwargs)
+class _First:
+    """A model's `forward` until it is called to train, and then converts the model; copies have their own."""
 
-        model.forward = first
+    def __init__(self, callback: FitactCallback, model: nn.Module, log: Any) -> None:
+        self.callback, self.model, self.log = callback, model, log
+        self.own = vars(model).get("forward")  # accelerate sets one
+        self.forward = model.forward
+        update_wrapper(self, self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the model with the arguments, and run it."""
+        model, callback = self.model, self.callback
+        if not (model.training and torch.is_grad_enabled()):
+            return self.forward(*args, **kwargs)
+        del model.forward
+        if self.own is not None:
+            model.forward = self.own
+        inputs = Inputs(args, kwargs)
+        callback.report, values = converted(model, inputs, callback.error, callback.gradients)
+        self.log(values)
+        return model.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return what a copy of the model has for it, which nothing converts."""
+        copied = memo[id(self.model)]
+        return MethodType(type(copied).forward, copied) if self.own is None else copy.deepcopy(self.own, memo)
 
 
 def register() -> tuple[str, ...]:
