@@ -27,6 +27,8 @@ STEEP = (
     *(aten.floor, aten.ceil, aten.trunc, aten.round, aten.sign, aten.abs),
 )
 SOFTMAX = "of a softmax"
+# Where operators come from that are known: what others make of an error, as attention of a library, nobody knows.
+KNOWN = ("aten", "prims", "fitact", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class SavedTensor(NamedTuple):
@@ -175,6 +177,8 @@ class _Graph:
                 return Reader("", "a statistic")
             if _is_steep(current, passing, elements(base)):
                 return Reader("", "of a logarithm, root or sine")
+            if is_operator(current.target) and schema_name(current.target).partition("::")[0] not in KNOWN:
+                return Reader("", "of an operator that is not known")
             reader = self._reads(current, passing)
             first = first or reader
             if reader is not None and reader.kind == "attention":

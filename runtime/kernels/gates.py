@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ class Gate(Kernel):
         a_derivative, b_derivative: of factors that are no single function of PyTorch, in float32 or float64.
 
     """
+
+    reads_views: ClassVar[bool] = True
 
     a: Callable[[Tensor], Tensor]
     b: Callable[[Tensor], Tensor]

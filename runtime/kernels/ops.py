@@ -87,15 +87,21 @@ def _forward_fake(*arguments: Any) -> Two:
     return y, find(given.key).codes(given)
 
 
-def _forward_reference(*arguments: Any) -> Two:
+def _forward_given(arguments: Any) -> Forward:
+    """Return the arguments, x contiguous: an exported program may get other strides than its example had."""
     given = Forward(*arguments)
+    return given if find(given.key).reads_views else given._replace(x=given.x.contiguous())
+
+
+def _forward_reference(*arguments: Any) -> Two:
+    given = _forward_given(arguments)
     with torch.no_grad():
         y, codes = find(given.key).compute(given)
     return y, codes
 
 
 def _forward_triton(*arguments: Any) -> Two:
-    given = Forward(*arguments)
+    given = _forward_given(arguments)
     if given.x.dtype not in KERNEL_DTYPES or not given.x.numel():
         return _forward_reference(*arguments)
     y, codes = _forward_fake(*arguments)
@@ -107,12 +113,20 @@ def _forward_triton(*arguments: Any) -> Two:
 def _backward_fake(*arguments: Any) -> Two:
     given = Backward(*arguments)
     dy, other = given.dy, given.other
-    dx = torch.empty_like(dy, dtype=DTYPES[given.dtype]) if given.wants_x else dy.new_empty(0)
+    dx = dy.new_empty(dy.shape, dtype=DTYPES[given.dtype]) if given.wants_x else dy.new_empty(0)
     return dx, dy.new_empty(0) if other is None or not given.wants_other else other.new_empty(other.shape)
 
 
-def _backward_reference(*arguments: Any) -> Two:
+def _backward_given(arguments: Any) -> Backward:
+    """Return the arguments, likewise."""
     given = Backward(*arguments)
+    given = given._replace(dy=given.dy.contiguous())
+    views = given.saved is None or find(given.key).reads_views
+    return given if views else given._replace(saved=given.saved.contiguous())
+
+
+def _backward_reference(*arguments: Any) -> Two:
+    given = _backward_given(arguments)
     if not given.dy.numel():
         dx, d_other = _backward_fake(*arguments)
         return dx, d_other.zero_()
@@ -123,7 +137,7 @@ def _backward_reference(*arguments: Any) -> Two:
 
 
 def _backward_triton(*arguments: Any) -> Two:
-    given = Backward(*arguments)
+    given = _backward_given(arguments)
     if given.dy.dtype not in KERNEL_DTYPES or not given.dy.numel():
         return _backward_reference(*arguments)
     dx, d_other = _backward_fake(*arguments)

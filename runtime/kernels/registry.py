@@ -52,6 +52,7 @@ class Kernel(ABC):
         bits: bits saved per element as codes.
         saves_output: whether backward needs y.
         saves_input: whether backward needs x.
+        reads_views: whether x may be a view; else it is contiguous.
         by_element: whether a batch of `torch.vmap` is computed element by element, not as one tensor.
 
     """
@@ -63,6 +64,7 @@ class Kernel(ABC):
     bits: int = 0
     saves_output: ClassVar[bool] = False
     saves_input: ClassVar[bool] = True
+    reads_views: ClassVar[bool] = False
     by_element: ClassVar[bool] = False
 
     @property

@@ -200,6 +200,30 @@ def test_slopes_after_a_norm() -> None:
     assert 5 / 32 < record.after / record.before < 6 / 32
 
 
+@torch.library.custom_op("fitact_tests::steep", mutates_args=())
+def steep(x: Tensor) -> Tensor:
+    return (x.abs() + 1e-3).log()
+
+
+@torch.library.custom_op("fitact_tests::steep_backward", mutates_args=())
+def steep_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return dy * x.sign() / (x.abs() + 1e-3)
+
+
+steep.register_fake(lambda x: torch.empty_like(x))
+steep_backward.register_fake(lambda dy, x: torch.empty_like(x))
+steep.register_autograd(
+    lambda ctx, dy: steep_backward(dy, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_operators_that_nobody_knows() -> None:
+    error, records = coded(lambda: Gelu(act=lambda z: F.gelu(z) + steep(z)), (128, 256), bits=8)
+    assert error < 0.01
+    assert {each.reason for each in records if each.operation == "addmm"} == {"of an operator that is not known"}
+
+
 def test_random_numbers_in_a_checkpoint() -> None:
     """The forward graph hands on the state of the generator under another name."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fitact
+from fitact.generated import xielu_recompute
 from fitact.runtime import shipped
 from fitact.runtime.kernels import registry
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
@@ -71,6 +72,19 @@ def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) 
             for other in (program.module(), torch.export.load(tmp_path / "program.pt2").module()):
                 other.zero_grad()
                 assert all(map(torch.equal, step(other, x) if grad else [other(x)], expected))
+
+
+@pytest.mark.parametrize("name", ["fewbit", "inverted", "output", "layer norm", "learned"])
+def test_other_strides_than_the_example_s(name: str) -> None:
+    """No guard asks for those, so the program takes any."""
+    make = LAYERS.get(name, lambda: xielu_recompute.XieluRecompute())
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.Conv2d(8, 2, 3))
+    x = torch.randn(2, 3, 16, 16)
+    program = torch.export.export(model, (x,)).module()
+    for other in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().transpose(2, 3)):
+        program.zero_grad()
+        model.zero_grad()
+        torch.testing.assert_close(step(program, other), step(model, other))
 
 
 @needs_compiler
