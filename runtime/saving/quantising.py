@@ -113,9 +113,8 @@ READING = (READING | cheap.named(_SMOOTH)) - cheap.named(_SHARP)
 NORMS = cheap.named("norm vector_norm normalize")  # sharp unless they are Euclidean
 QUOTIENTS = cheap.named("div div_ divide divide_ true_divide true_divide_ __div__ __truediv__ __itruediv__")
 ROOTS = cheap.named("sqrt rsqrt reciprocal") | POWERS | QUOTIENTS
-SOFTMAXES = cheap.named(
-    "softmax softmin log_softmax logsumexp"
-)  # which read at least SHARP bits, as attention does
+# These read at least SHARP bits, as attention does.
+SOFTMAXES = cheap.named("softmax softmin log_softmax logsumexp")
 
 
 def kind_of(func: Function, args: Sequence[Any]) -> str | None:

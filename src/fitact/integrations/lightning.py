@@ -55,10 +55,10 @@ class FitactCallback(Converting, Callback):
             return
         self._done = True
         values: dict[str, float] = {}
-        if is_converted(pl_module):
+        if is_converted(pl_module, self._model):
             return
         if self.plan is not None:
-            values = planned(pl_module, self.plan)
+            self._model, values = pl_module, planned(pl_module, self.plan)
         else:
             step = _Step(pl_module)
             given = len(signature(pl_module.training_step).parameters)  # a step may leave out the number

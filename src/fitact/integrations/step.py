@@ -31,6 +31,7 @@ class Converting:
         self.error, self.gradients = error or "exact", gradients
         self.plan = load_plan(plan) if isinstance(plan, str | Path) else plan
         self.report: Conversion | None = None
+        self._model: nn.Module | None = None  # of the run before
 
 
 def does_nothing(why: str) -> None:
@@ -38,10 +39,10 @@ def does_nothing(why: str) -> None:
     warnings.warn(f"fitact does nothing here: {why}", FitWarning, stacklevel=2)
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Return whether a model is converted or planned; a warning says so."""
+def is_converted(model: nn.Module, before: nn.Module | None) -> bool:
+    """Return whether a model is converted or planned; a warning says so unless it is the one of the run before."""
     done = any(map(is_attached, model.modules()))
-    if done:
+    if done and model is not before:
         does_nothing("the model is converted already, so this callback leaves it")
     return done
 

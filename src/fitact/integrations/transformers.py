@@ -56,7 +56,8 @@ class FitactCallback(Converting, callbacks.TrainerCallback):
                 state.log_history.append({**values, "step": state.global_step})
                 handler.on_log(args, state, control, values)
 
-        if is_converted(model):
+        before, self._model = self._model, model
+        if is_converted(model, before):
             return
         if args.torch_compile:
             does_nothing("the Trainer compiles the model: convert it before the Trainer is made")
