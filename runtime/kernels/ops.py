@@ -90,7 +90,7 @@ def _forward_fake(*arguments: Any) -> Two:
 def _forward_given(arguments: Any) -> Forward:
     """Return the arguments, x contiguous: an exported program may get other strides than its example had."""
     given = Forward(*arguments)
-    return given if find(given.key).reads_views else given._replace(x=given.x.contiguous())
+    return given if find(given.key).reads_views else Forward(given.x.contiguous(), *given[1:])
 
 
 def _forward_reference(*arguments: Any) -> Two:
@@ -120,9 +120,8 @@ def _backward_fake(*arguments: Any) -> Two:
 def _backward_given(arguments: Any) -> Backward:
     """Return the arguments, likewise."""
     given = Backward(*arguments)
-    given = given._replace(dy=given.dy.contiguous())
     views = given.saved is None or find(given.key).reads_views
-    return given if views else given._replace(saved=given.saved.contiguous())
+    return Backward(given.dy.contiguous(), given.saved if views else given.saved.contiguous(), *given[2:])
 
 
 def _backward_reference(*arguments: Any) -> Two:
