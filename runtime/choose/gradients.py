@@ -94,7 +94,8 @@ def numbers(gradient: Tensor | None) -> Tensor:
     """Return real numbers in float64."""
     if gradient is None:
         return torch.zeros(())
-    gradient = gradient.detach().cpu()
+    whole: Tensor = getattr(gradient, "full_tensor", lambda: gradient)()  # of a DTensor
+    gradient = whole.detach().cpu()
     return (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).double()
 
 

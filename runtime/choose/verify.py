@@ -6,8 +6,8 @@ import copy
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -126,7 +126,13 @@ class _Step:
         self.calls: Counter[str] = Counter()
         self.paths = {module: plain_path(path) for path, module in model.named_modules()}
         name, compiled = type(inner(model)).__name__, any(map(is_compiled, model.modules()))
-        with generators(model), unchanged(model), torch.inference_mode(False), torch.enable_grad():
+        with (
+            generators(model),
+            unchanged(model),
+            _ungraded(model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             if not model.training:
                 model.train()
             with explained(name, "forward"), nullcontext() if compiled else following(lambda *_: None, self.leave):
@@ -159,6 +165,19 @@ class _Step:
         if gradient is None:  # nothing reads this one of several outputs
             return
         self.passed.setdefault(name, [None] * len(self.outputs[name]))[i] = gradient.detach().cpu().clone()
+
+
+@contextmanager
+def _ungraded(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of a model have a gradient, and then those that they had; of some, none is a copy's."""
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in held:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 def _differences(expected: Values, changed: Values) -> dict[str, float]:

@@ -140,6 +140,19 @@ def test_an_output_that_nothing_reads() -> None:
     assert fitact.verify(net, X).same
 
 
+class Own(nn.Parameter):
+    """A parameter of the user's class."""
+
+
+def test_gradients_stay() -> None:
+    """Also of parameters that are not copied: they have theirs, and nothing is added."""
+    net: Any = model()
+    net[0].fc1.weight = Own(net[0].fc1.weight.data)
+    for wanted in (None, torch.ones_like(net[0].fc1.weight)):
+        net[0].fc1.weight.grad = wanted
+        assert fitact.verify(net, X).same and net[0].fc1.weight.grad is wanted
+
+
 def test_refusals() -> None:
     net = model()
     net.generator = (each for each in ())
