@@ -98,7 +98,7 @@ class Copying(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def test_a_copy_before_the_first_batch(tmp_path: Path) -> None:
-    """It goes on to be the model that it was."""
+    """It stays the model that it was."""
     model, copying = made("llama"), Copying()
     before = model(**batch_of("llama")).loss
     trained(model, tmp_path, FitactCallback(), copying, steps=2)
