@@ -94,8 +94,9 @@ def numbers(gradient: Tensor | None) -> Tensor:
     """Return real numbers in float64."""
     if gradient is None:
         return torch.zeros(())
-    whole: Tensor = getattr(gradient, "full_tensor", lambda: gradient)()  # of a DTensor
-    gradient = whole.detach().cpu()
+    if hasattr(gradient, "full_tensor"):  # a DTensor's
+        gradient = gradient.full_tensor()
+    gradient = gradient.detach().cpu()
     return (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).double()
 
 
