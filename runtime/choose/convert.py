@@ -114,9 +114,8 @@ def convert(
     conversion = Conversion((), dry_run)
     if run is not None:
 
-        def count(change: Change) -> Saved:
-            ((saved, _),) = _counted(model, run, [change])
-            return saved
+        def count(changes: Sequence[Change]) -> list[Saved]:
+            return [saved for saved, _ in _counted(model, run, changes)]
 
         reasons, before, after = paying(sites, kinds, own, count)
         kinds = [None if reason else kind for kind, reason in zip(kinds, reasons, strict=True)]

@@ -133,13 +133,13 @@ OVERWRITTEN = "a later operation overwrites its output, so no method can save th
 
 
 def paying(
-    sites: Sites, kinds: Sequence[Kind], own: frozenset[type], count: Callable[[Change], Saved]
+    sites: Sites, kinds: Sequence[Kind], own: frozenset[type], count: Callable[[Sequence[Change]], list[Saved]]
 ) -> tuple[list[str], Saved, Saved]:
     """Find the replacements that cannot be used, or with which the model saves more.
 
     This is decided for all layers at once that differ only by numbers in their paths, so that layers that example
     inputs do not reach are treated as those that they reach. The user chose what replaces the classes in `own`:
-    that stays even where it saves more. `count` counts what the model saves with a change.
+    that stays even where it saves more. `count` counts what the model saves with each of several changes.
 
     It returns for each site why it must be left alone, `""` if it need not; and what the model saves as it is, and
     with the other replacements.
@@ -152,30 +152,39 @@ def paying(
     chosen = list(dict.fromkeys(group for group, kind in pairs if kind))
     reasons: dict[Any, str] = {}  # of groups that are left alone
 
-    def counted(some: Sequence[Any]) -> Saved:
-        """Count with the replacements of some groups alone."""
-        return count(partial(with_replacements, [kind if group in some else None for group, kind in pairs], own))
+    def counted(*choices: Sequence[Any]) -> list[Saved]:
+        """Count with the replacements of some groups alone, for each of several choices of groups."""
+        made = ([kind if group in some else None for group, kind in pairs] for some in choices)
+        return count([partial(with_replacements, choice, own) for choice in made])
 
     def leave(group: Any, reason: str) -> None:
         reasons[group] = reason
         chosen.remove(group)
 
-    before = counted([])
-    for group in [*chosen]:
-        try:
-            if counted([group]).overwritten > before.overwritten:
-                leave(group, OVERWRITTEN)
-        except UsageError as error:
-            leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
-    after = counted(chosen)
-    optional = [group for group in chosen if group not in given]
-    for group in optional:
-        without = counted([other for other in chosen if other != group])
-        if without.bytes < after.bytes:
-            leave(group, MORE.format(after.bytes - without.bytes))  # one at a time: without it, others may pay
-            after = without
-    if after.bytes > before.bytes:  # what several of them save together, each alone would not
-        for group in [group for group in optional if group in chosen]:
+    (before,) = counted([])
+    try:
+        (after,) = counted(chosen)
+        usable = after.overwritten <= before.overwritten
+    except UsageError:
+        usable = False
+    if not usable:
+        for group in [*chosen]:
+            try:
+                (alone,) = counted([group])
+                if alone.overwritten > before.overwritten:
+                    leave(group, OVERWRITTEN)
+            except UsageError as error:
+                leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
+        (after,) = counted(chosen)
+    while optional := [group for group in chosen if group not in given]:
+        counts = counted(*([other for other in chosen if other != group] for group in optional))
+        least, group = min(zip(counts, optional, strict=True), key=lambda pair: pair[0].bytes)
+        if least.bytes >= after.bytes:
+            break
+        leave(group, MORE.format(after.bytes - least.bytes))  # one at a time: without it, others may pay
+        after = least
+    if after.bytes > before.bytes and optional:  # what several of them save together, each alone would not
+        for group in optional:
             leave(group, MORE.format(after.bytes - before.bytes))
-        after = counted(chosen)
+        (after,) = counted(chosen)
     return [reasons.get(group, "") if kind else "" for group, kind in pairs], before, after

@@ -56,8 +56,8 @@ class Partition:
         owned = options.get("static_lifetime_input_indices") or ()
         with unset_fake_temporarily():
             self.change(forward, backward, options["num_fwd_outputs"], owned)
+        backward.graph.eliminate_dead_code()  # comparisons that the forward graph makes now
         for module in (forward, backward):
-            module.graph.eliminate_dead_code()
             module.graph.lint()
             module.recompile()
         return forward, backward

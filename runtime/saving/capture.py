@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -512,9 +512,14 @@ def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     return func, (*args, *kwargs.values()) if kwargs else args
 
 
+@cache
+def _names(func: Any) -> tuple[str, ...]:
+    return tuple(inspect.unwrap(func).__code__.co_varnames)
+
+
 def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of a function in Python by their names."""
-    return {**dict(zip(inspect.unwrap(func).__code__.co_varnames, args, strict=False)), **kwargs}
+    return {**dict(zip(_names(func), args, strict=False)), **kwargs}
 
 
 def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
@@ -550,7 +555,7 @@ FLAGS: dict[Any, str] = {
     each: "inplace"
     for function in filter(inspect.isfunction, vars(F).values())
     for each in (function, inspect.unwrap(function))
-    if "inplace" in inspect.unwrap(function).__code__.co_varnames
+    if "inplace" in _names(function)
 }
 FLAGS |= {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 FLAGS |= {F.embedding: "max_norm", F.embedding_bag: "max_norm"}

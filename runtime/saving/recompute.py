@@ -43,6 +43,7 @@ Store = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are recomputed for a byte of a tensor; before a wider copy is made of it
 # Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
 SUMS = 8
+# Of arguments that stay what they are: numbers, texts, and what PyTorch has by name.
 CONSTANT = frozenset(map(type, (None, True, 0, 0.0, "", ..., torch.float32, torch.strided, torch.preserve_format)))
 WAITS = 4  # computations in a row that wait for a tensor to be stored
 

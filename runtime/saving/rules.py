@@ -234,6 +234,5 @@ RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES |= dict.fromkeys(cheap.named("cumsum"), _cumsum)
 RULES |= dict.fromkeys((F.hardtanh, F.normalize, torch.norm, Tensor.norm), _by_position)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
-RULES |= {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
+RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)
-RULES |= dict.fromkeys(CHANGES, _changing)

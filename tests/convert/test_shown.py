@@ -74,7 +74,7 @@ def test_what_is_drawn(reports: dict[str, Any]) -> None:
         assert text in picture
     assert "fits as it is" in reports["plan"].bars().title and "does not fit" in reports["short"].bars().title
     assert [label for label, _ in reports["short"].bars().rows][1] == "the least"
-    assert "the least" in reports["short"].plot(format="svg").decode()
+    assert "the least of a step" in reports["short"].plot(format="svg").decode()
     full = next(row for row in reports["memory"].rows if row.name == "checkpointing, full")
     assert full.kinds == {"checkpoint": full.bytes}
     assert "checkpointing, full" in reports["memory"].plot(format="svg").decode()

@@ -90,19 +90,13 @@ def test_says_that_it_does_nothing(tmp_path: Path) -> None:
         assert f"expected {message}" in refused(FitactCallback, **{"error": "exact", **given})
 
 
-class Copying(transformers.TrainerCallback):  # type: ignore[misc]
-    """Copies the model when training begins, as for averages of its weights."""
-
-    def on_train_begin(self, *_: Any, **given: Any) -> None:
-        self.copy = copy.deepcopy(given["model"])
-
-
 def test_a_copy_before_the_first_batch(tmp_path: Path) -> None:
     """It stays the model that it was."""
-    model, copying = made("llama"), Copying()
+    model, averaging, copies = made("llama"), transformers.TrainerCallback(), []
+    averaging.on_train_begin = lambda *_, **given: copies.append(copy.deepcopy(given["model"]))
     before = model(**batch_of("llama")).loss
-    trained(model, tmp_path, FitactCallback(), copying, steps=2)
-    copied = copying.copy
+    trained(model, tmp_path, FitactCallback(), averaging, steps=2)
+    (copied,) = copies
     loss = copied(**batch_of("llama")).loss
     assert torch.equal(loss, before) and not torch.equal(model(**batch_of("llama")).loss, before)
     loss.backward()

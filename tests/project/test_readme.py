@@ -96,7 +96,14 @@ def test_the_first_screen() -> None:
     table = re.findall(r"^\| .* \| ([\d,]+) \| [\d.]+ % \|$", README, re.MULTILINE)
     *_, compiler, codes = (int(text.replace(",", "")) for text in table)
     of_mlp = 100 * (1 - codes / compiler)
+    llama, bert = (
+        100 - 100 * row["ways"][list(counts.WAYS)[2]]["share"]
+        for name in ("LLaMA-7B, LoRA", "BERT-base")
+        for row in COUNTED
+        if row["model"] == name
+    )
     for said in (
+        f"LLaMA-7B with LoRA saves {llama:.0f} % less and BERT {bert:.0f} % less",
         "{} of the bytes that autograd saves, with gradients that are PyTorch's **bit for bit**, and {} with",
         "for every model of the picture, and no more than the compiler saves, except for 0.01 % in LLaMA",
         f"saves {of_mlp:.0f} % of it in the MLP below, and {min(less):.0f} to {max(less):.0f} %",

@@ -153,7 +153,7 @@ def test_the_model_stays_as_it_was(train: bool, fails: bool) -> None:
     before = state()
     if fails:
         message = refused(fitact.calibrate, model, [BATCHES[0], _fails])
-        assert message == "batch 1: its forward pass failed: RuntimeError: two lines"
+        assert message == "batch 1: the model cannot be run with it: RuntimeError: two lines"
     else:
         fitact.calibrate(model, BATCHES)
     assert state() == before
@@ -210,7 +210,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (3, BATCHES, "expected a model, an nn.Module, got int"),
     (GELU, [], "batches: expected at least one batch, got none"),
     (GELU, [3], "example_inputs 3: expected a tensor"),
-    (GELU, (BATCHES[0] / (1 // (1 - i)) for i in range(2)), "batch 1: its forward pass failed: ZeroDivisionError"),
+    (GELU, (BATCHES[0] / (1 // (1 - i)) for i in range(2)), "batch 1: it cannot be made: ZeroDivisionError"),
     (nn.Sequential(nn.Linear(8, 8)), BATCHES, "no input of an activation was seen in the model"),
     (nn.Sequential(nn.Linear(8, 8, device="meta"), nn.GELU()), BATCHES, "have no values"),
     (nn.Sequential(nn.LazyLinear(8), nn.GELU()), BATCHES, "not initialised yet"),

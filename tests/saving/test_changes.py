@@ -299,8 +299,8 @@ def test_weights_of_another_device() -> None:
     w = nn.Parameter(torch.randn(64, 64))
     with saving(), torch.autocast("cpu", torch.bfloat16):
         y = torch.randn(64, 64, device="meta", requires_grad=True) * w.to("meta")
-    assert y.grad_fn is not None
-    assert y.grad_fn._saved_other.is_meta  # type: ignore[attr-defined]
+    node: Any = y.grad_fn
+    assert node._saved_other.is_meta
 
 
 class Half(Tensor):
@@ -313,9 +313,9 @@ class Half(Tensor):
 
 
 def test_calls_of_subclasses_stay() -> None:
+    x: Any = torch.ones(16, 20, requires_grad=True).as_subclass(Half)
     with saving():
-        y = 2 / torch.ones(16, 20, requires_grad=True).as_subclass(Half)  # type: ignore[operator]
-    assert type(y) is Half
+        assert type(2 / x) is Half
 
 
 # -------------------------------------------------------------------------------------------------------- backward
@@ -354,7 +354,7 @@ def test_written_over_and_gone() -> None:
             return (x + 1).sin() + Overwriting.apply(x)
 
     y = checkpoint(block, a, use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"has written, in its backward|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="has written, in its backward, over a tensor"):
         y.sum().backward()
 
 
