@@ -262,7 +262,7 @@ class Capture(TorchFunctionMode):
         ):
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
-        mark = marked(tensor, self.hooks)
+        mark = marked(tensor, self.hooks, storage)
         if not mark.is_of(tensor, version):
             return self._stored(tensor)
         stored = mark.same(tensor, version) if mark.known else None

@@ -210,7 +210,7 @@ class Recompute:
         storage = tensor.untyped_storage()
         if storage is self._storage or tensor.is_inference() or tensor.is_complex():
             raise Unsuitable
-        mark, version, layout = marked(tensor, self._hooks), version_of_saved(tensor), layout_of(tensor)
+        mark, version, layout = marked(tensor, self._hooks, storage), version_of_saved(tensor), layout_of(tensor)
         if not mark.is_of(tensor, version) or tensor.is_neg():
             raise Unsuitable
         operand = Operand(mark, version, layout)

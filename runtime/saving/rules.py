@@ -31,7 +31,8 @@ Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns wha
 
 
 def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if FLAGS.get(func) == "inplace" and written(func, args, kwargs):
+    given = len(args) > 1 or kwargs.get("inplace")  # most calls have but a tensor
+    if given and FLAGS.get(func) == "inplace" and written(func, args, kwargs):
         return _changing(capture, func, args, kwargs, (func, (), {**named(func, args, kwargs), "inplace": False}))
     return capture.cheap(func, args, kwargs)
 

@@ -174,9 +174,9 @@ class Mark:
         return type(None), ()
 
 
-def marked(tensor: Tensor, hooks: Hooks | None) -> Mark:
+def marked(tensor: Tensor, hooks: Hooks | None, storage: torch.UntypedStorage | None = None) -> Mark:
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
-    storage = tensor.untyped_storage()
+    storage = tensor.untyped_storage() if storage is None else storage
     mark: Mark | None = mark_of(storage)
     if mark is None or not mark.is_inside(hooks):
         mark = Mark(None if hooks is None else weakref.ref(hooks), tensor.dtype)
