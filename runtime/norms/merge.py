@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +41,24 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
         raise UsageError(f"norm: expected a LayerNorm or RMSNorm over the last dimension, got {norm}")
     shared, alpha = made
     for layer in layers:
-        if getattr(layer, "in_features", None) != alpha.numel():
+        if not isinstance(layer, nn.Linear) or layer.weight.shape[-1:] != alpha.shape:
             raise UsageError(f"layers: expected linear layers of {alpha.numel()} inputs, got {layer}")
     for layer in dict.fromkeys(layers):
         if bias is not None:
-            moved, trained = layer.weight @ bias.to(layer.weight), layer.weight.requires_grad
-            own: Any = layer.bias  # None if it has none, whatever its type says
-            layer.bias = nn.Parameter(moved if own is None else own + moved, trained)
+            moved, own = layer.weight @ bias.to(layer.weight), layer.bias
+            if own is None:
+                layer.bias = nn.Parameter(moved, layer.weight.requires_grad)
+            else:
+                own += moved
         layer.weight *= alpha.to(layer.weight)
     return shared
 
 
 def _made(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> tuple[Norm, Tensor] | None:
     """Return the norm without α and β, and α; None if the module computes something else."""
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    x = torch.randn(4, weight.numel(), device=weight.device)
+    eps = next((value for value in vars(norm).values() if type(value) is float), None)
+    x = torch.randn(4, weight.numel(), generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, 1e-3 * x]).to(weight.device)  # the second rows show eps
     expected = copy.deepcopy(norm).float()(x)
     for shared in (MSLayerNorm(weight.numel(), 1e-5 if eps is None else eps), MSRMSNorm(weight.numel(), eps)):
         for alpha in (weight, 1 + weight):

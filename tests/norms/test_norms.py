@@ -256,12 +256,54 @@ def test_half_precision() -> None:
     assert torch.equal(layer.weight, expected)
 
 
+class Adapted(nn.Module):
+    """A layer around a linear one whose weight cannot be set, as peft's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.in_features = nn.Linear(SIZE, 2), SIZE
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_what_is_trained_stays_trained(frozen: str) -> None:
+    layer = nn.Linear(SIZE, 2)
+    layer.get_parameter(frozen).requires_grad_(False)
+    before = dict(layer.named_parameters())
+    merge_norm(nn.LayerNorm(SIZE), [layer])
+    assert all(layer.get_parameter(name) is parameter for name, parameter in before.items())
+    assert [name for name, parameter in before.items() if not parameter.requires_grad] == [frozen]
+
+
+class Epsilon(nn.Module):
+    """A norm whose epsilon has a name of its own, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.rand(SIZE) + 0.5), 1e-4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * self.weight
+
+
+def test_epsilon() -> None:
+    norm, layer, x = Epsilon(), nn.Linear(SIZE, 4), torch.randn(8, SIZE) * 1e-3
+    before, state = layer(norm(x)), torch.get_rng_state()
+    shared = merge_norm(norm, [layer])
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(layer(shared(x)), before, rtol=1e-4, atol=1e-5)
+
+
 NORM, SIZES = "norm: expected a LayerNorm or RMSNorm", f"layers: expected linear layers of {SIZE} inputs, got "
 Other = type("Other", (nn.LayerNorm,), {"forward": lambda self, x: x**3})
 WRONG = {
     "another norm": (Other(SIZE), nn.Linear(SIZE, 2), rf"{NORM} .*, got Other"),
     "no weight": (nn.LayerNorm(SIZE, elementwise_affine=False), nn.Linear(SIZE, 2), NORM),
     "another size": (nn.LayerNorm(SIZE), nn.Linear(SIZE + 1, 2), f"{SIZES}Linear"),
+    "an adapter": (nn.LayerNorm(SIZE), Adapted(), f"{SIZES}Adapted"),
     "no linear layer": (nn.LayerNorm(SIZE), nn.Bilinear(SIZE, 2, 2), f"{SIZES}Bili"),
 }
 
