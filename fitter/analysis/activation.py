@@ -21,6 +21,7 @@ from fitact.fitter.expr import (
     evaluate,
     parse,
     stable,
+    value,
     x,
 )
 
@@ -194,7 +195,9 @@ class Activation(Formula):
         beside = [at + side * gap(at) for at in breaks(self.derivative_formula, low, high)[0] for side in (-1, 1)]
         extrema = roots(self.second_derivative_formula, low, high).at
         at = np.array([low, high, shape.inside(low, high), *beside, *extrema])
-        values = self.derivative(at[~np.isnan(self.value(at))])
+        # by many digits: the formula may overflow
+        at = [point for point in map(float, at) if value(self.formula, point, 20).is_finite()]
+        values = np.array([float(value(self.derivative_formula, point, 20)) for point in at])
         values = values[~np.isnan(values)]
         values[np.abs(values) > 1e15] *= np.inf
         return shape.snapped(values.min(initial=math.inf)), shape.snapped(values.max(initial=-math.inf))

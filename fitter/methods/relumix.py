@@ -307,6 +307,8 @@ class Primitive:
         central = np.concatenate([below, above[:, 1:]], axis=1)
         # and the distances inward from where they vanish; the second is minus the rest to the right
         self.sums = np.concatenate([central, running(rows[3:4]), -running(rows[4:, ::-1])[:, ::-1]])
+        if not np.isfinite(self.sums).all():
+            raise UsageError(f"{activation}: {float_check.problem(activation)}")
         self.tails = tuple(self._tail(end, side) for side, end in ((-1, self.left), (1, self.right)))
 
     def _rows(self, starts: Array, ends: Array) -> Array:

@@ -13,6 +13,13 @@ from fitact.fitter.records import AnyFit, GateFit, LearnedFit
 from . import fewbit, inverted, inverted_published, output, relumix
 
 
+def _gate(gate: Gate, name: str) -> GateFit:
+    """Return the fit of a gate; warn if floating point fails on a factor."""
+    float_check.warn(gate.a)
+    float_check.warn(gate.b)
+    return GateFit(name=name, method="gate_recompute", activation=gate, error={})
+
+
 def _learned(formula: Learned, name: str) -> LearnedFit:
     """Return the fit of a formula with learned parameters; warn if floating point fails on its start."""
     if (start := formula.start()) is not None:
@@ -26,7 +33,7 @@ _FIT: dict[str, Callable[..., AnyFit]] = {
     "relumix": relumix.fit,
     "inverted": inverted.fit,
     "output": output.fit,
-    "gate_recompute": lambda gate, name: GateFit(name=name, method="gate_recompute", activation=gate, error={}),
+    "gate_recompute": _gate,
     "learned_recompute": _learned,
 }
 

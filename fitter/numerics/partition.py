@@ -17,6 +17,7 @@ from fitact.fitter.expr import Array
 from .moments import Moments, about, spread
 
 NEWTON_STEPS = 100
+NOISE = 1e-15  # of the integral of the square: what an interval adds by rounding, and would choose borders by
 HALVINGS = 10  # of a step of Newton's method
 
 
@@ -29,13 +30,14 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
     grid has too few cells, raise UsageError.
     """
     sums = moments.sums
-    n = len(moments.grid) - 1
+    n, noise = len(moments.grid) - 1, NOISE * sums[2, -1]
     if n < levels:
         raise UsageError(f"cells: {n} are too few for {levels} levels")
     best = np.full((levels, n + 1), np.inf)
     last, rows = np.zeros((levels, n + 1), dtype=np.intp), np.arange(levels - 1)
     for i in range(1, n + 1):
         cost = spread(sums[:, i, None] - sums[:, :i])
+        cost[cost < noise] = 0.0
         best[0, i] = cost[0] if ends is None else about(sums[:, i], ends[0])
         candidates = best[:-1, :i] + cost
         last[1:, i] = candidates.argmin(axis=1)

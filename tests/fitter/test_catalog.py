@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import fitact
 from fitact.base import FitWarning
 from fitact.codegen.generate import render
-from fitact.fitter.analysis import Activation
+from fitact.fitter.analysis import Activation, Gate
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.methods import again, fewbit
+from fitact.fitter.methods import again, fewbit, make
 from fitact.fitter.records import from_json
 from tests.codegen.test_standalone import SHIPPED, shipped
 from tests.conftest import ROOT
@@ -81,6 +81,12 @@ def test_warns(name, bits, domain, reason) -> None:
         fewbit.fit(Activation.of(name), bits, "a_fit", domain=domain)
     (message,) = (str(each.message) for each in caught)
     assert reason in message and "\n" not in message
+
+
+@pytest.mark.parametrize("gate", ["log(1 + exp(g) + exp(2*g))*u", "g*log(1 + exp(u) + exp(2*u))"])
+def test_warns_of_factors(gate) -> None:
+    with pytest.warns(FitWarning, match="overflows"):
+        make("gate_recompute", Gate.of(gate), "a_fit")
 
 
 def test_every_activation_ships() -> None:

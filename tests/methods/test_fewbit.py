@@ -248,6 +248,7 @@ def test_a_step_function_of_x_is_taken_where_it_is_better():
 
 # formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to; min and max
 # with a number are clamps, whose gradient PyTorch passes at the bound too
+THREE = "where(x > 0, x, where(x > -2, 0.1*x, -0.2))"
 STEPS = [
     ("relu", 1, [0, 1], {0: "lower"}),
     ("where(x<0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "upper"}),
@@ -256,6 +257,7 @@ STEPS = [
     ("min(relu(x), 6)", 2, [0, 1, 0], {0: "lower", 6: "lower"}),
     ("where(abs(x) > 0.5, x, 0)", 1, [1, 0, 1], {-0.5: "upper", 0.5: "lower"}),
     ("abs(x - 1)", 1, [-1, 1], {1: "between"}),
+    *((THREE, bits, [0, 0.1, 1], {-2: "lower", 0: "lower"}) for bits in (2, 3)),
     *((f"where(x > {c}, x, 0)", 1, [0, 1], {c: "between"}) for c in (0.1, 0.2, -1.3)),
     ("max(min(x, 0.1), -0.3)", 2, [0, 1, 0], {-0.3: "between", 0.1: "between"}),
 ]
