@@ -1,5 +1,6 @@
 """A training run with Lightning's Trainer: the same losses, and what its loggers get."""
 
+import copy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,38 @@ def test_same_training(named: bool, tmp_path: Path) -> None:
     assert first["fitact/gradient_error"] == 0 and first["fitact/peak"] <= first["fitact/peak_before"]
     assert "training_step" not in vars(module)
     assert sum("loss" in metrics for metrics in recorded) == 8  # what was only counted logged nothing
+
+
+def test_no_warning_of_what_is_only_counted(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    run(tmp_path, FitactCallback())
+    assert not [each for each in recwarn if "self.trainer" in str(each.message)]
+
+
+def test_copies_train_themselves(tmp_path: Path) -> None:
+    class Snapshot(lightning.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.copy = copy.deepcopy(pl_module)
+
+    snapshot = Snapshot()
+    *_, module = run(tmp_path, snapshot, FitactCallback())
+    module.zero_grad()
+    snapshot.copy.training_step([torch.randn(4, 32)], 0).backward()
+    assert all(parameter.grad is not None for parameter in snapshot.copy.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_converts_again_after_an_exception(tmp_path: Path) -> None:
+    class Failing(lightning.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise RuntimeError("in a step")
+
+    callback = FitactCallback()
+    with pytest.raises(RuntimeError, match="in a step"):
+        run(tmp_path, callback, Failing())
+    report, callback.report = callback.report, None
+    *_, module = run(tmp_path, callback)
+    assert callback.report == report is not None
+    assert "training_step" not in vars(module)
 
 
 def test_rounding(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+import warnings
 from inspect import signature
 from typing import Any
 
@@ -65,17 +65,13 @@ class FitactCallback(Converting, Callback):
             inputs = Inputs((batch, batch_idx)[:given])
             pl_module.trainer = None  # a step that is only counted logs nothing, and the trainer is not copied
             try:
-                with trainer.precision_plugin.forward_context():
+                with trainer.precision_plugin.forward_context(), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*`self.trainer` reference is not registered")
                     self.report, values = converted(step, inputs, self.error, self.gradients)
             finally:
                 pl_module.trainer = trainer
-            own = pl_module.training_step
-
-            @wraps(own)
-            def training_step(*args: Any, **kwargs: Any) -> Any:
-                return step(*args, **kwargs)
-
-            vars(pl_module)["training_step"] = training_step
+            vars(step)["__wrapped__"] = step.step  # whose arguments Lightning reads
+            vars(pl_module)["training_step"] = step
         for logger in trainer.loggers if values else ():
             logger.log_metrics(values, step=trainer.global_step)
 
@@ -83,3 +79,7 @@ class FitactCallback(Converting, Callback):
         """Put the training step back."""
         vars(pl_module).pop("training_step", None)
         self._done = False
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Put the training step back."""
+        self.on_train_end(trainer, pl_module)
