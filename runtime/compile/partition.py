@@ -208,7 +208,7 @@ def _can_move(mask: fx.Node, known: Collection[fx.Node]) -> bool:
 
 def _rows(shape: Sequence[Any]) -> Sequence[Any] | None:
     """Return a shape whose last dimension fills whole bytes, by joining the last ones; None if sizes vary."""
-    if isinstance(shape[-1], int) and shape[-1] % BYTE == 0:
+    if shape and isinstance(shape[-1], int) and shape[-1] % BYTE == 0:
         return shape
     sizes = [size for size in shape if isinstance(size, int)]
     joined = next((i for i in range(2, len(sizes) + 1) if math.prod(sizes[-i:]) % BYTE == 0), 0)

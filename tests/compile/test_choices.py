@@ -192,6 +192,11 @@ def test_what_is_compared(name: str) -> None:
     assert 8.5 / 32 < record.after / record.before <= 11.5 / 32
 
 
+def test_one_element_is_compared() -> None:
+    error, _ = coded(lambda: Gelu(act=lambda z: F.gelu(z) + F.relu(z[0, 0])), (128, 256), bits=8)
+    assert error < 0.01
+
+
 @pytest.mark.parametrize(("error", "bits", "most"), [("rounding", 8, 0.005), ("coarse", 4, 0.07)])
 def test_slopes_after_a_norm(error: str, bits: int, most: float) -> None:
     """Of a ReLU after a norm whose input has codes; the rows of images do not fill whole bytes."""
