@@ -25,6 +25,7 @@ from fitact.runtime.torch_internals import (
     autocast_source,
     base_of,
     calls_of,
+    in_functorch_transform,
     mark_of,
     never_alone,
     next_call,
@@ -105,7 +106,7 @@ class Capture(TorchFunctionMode):
         self._observer = observer.get()
         self._pack = self.pack if self._observer is None else self._observed
         self._context = saved_tensors_hooks(self._pack, unpack)
-        self._first_call = next_call()
+        self._first_call = self._call = next_call()
         self.current: Call | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
         self._changed: Tensor | None = None
@@ -164,7 +165,7 @@ class Capture(TorchFunctionMode):
         if not hooks or hooks[0] is not self._pack:
             change(written(func, args, kwargs))
             return func(*args, **kwargs)
-        self.autocast = any_autocast()
+        self.autocast, self._call = any_autocast(), next_call()
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
         changes = kwargs.get("out") is not None and RULES[CHANGING]
@@ -192,7 +193,7 @@ class Capture(TorchFunctionMode):
         """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
         output, undecided = self.made(func, args, kwargs)
         recompute = None
-        if is_plain(output) and output.requires_grad and output.dim():  # a number is stored
+        if is_plain(output) and output.requires_grad and not _is_number(output, args):
             recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
             own, computed = recompute is not None and storage is output.untyped_storage(), None
@@ -249,17 +250,12 @@ class Capture(TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
-        if type(tensor) is nn.Parameter:
+        if is_parameter(tensor):
             return self._stored(tensor)
-        grows = tensor.requires_grad
         if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
             return self._stored(_of_shape(tensor))
-        if (
-            (not grows and tensor.numel() < FEW)
-            or not is_plain(tensor)
-            or is_parameter(tensor)
-            or tensor.is_complex()
-        ):
+        grows = tensor.requires_grad
+        if not is_plain(tensor):
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(tensor, self.hooks, storage)
@@ -271,6 +267,10 @@ class Capture(TorchFunctionMode):
             stored.readers += 1
             stored.last = next_call() - 1
             return Reading(stored, tensor, self.outside) if stored.replaced else stored
+        if not grows and tensor.numel() < FEW:
+            stored = self._stored(tensor)
+            mark.add(stored)
+            return stored
         recompute = mark.recompute
         if recompute is None and self.autocast:
             recompute = self._cast(tensor, mark)
@@ -324,13 +324,13 @@ class Capture(TorchFunctionMode):
 
         What is replaced is computed from nothing that was itself replaced: backward would nest too deeply.
         """
-        waiting, mark.waiting = mark.waiting, []
+        waiting, mark.waiting = mark.waiting, ()
         for ref in waiting:
             stored = ref()
             if stored is None or stored.replaced or stored.stays:
                 continue
             if not stored.recompute.is_free():
-                mark.waiting.append(ref)
+                mark.waiting = *mark.waiting, ref
                 continue
             leaves = list(stored.recompute.leaves())
             if any(leaf.replaced for leaf in leaves) or not self.is_as_near(stored, leaves):
@@ -418,8 +418,8 @@ class Capture(TorchFunctionMode):
                     argument for argument in arguments if argument.grad_fn is node and argument.output_nr == number
                 )
                 variable = next(same, None)
-            elif calls_of(copy.grad_fn) < self._first_call:
-                return None  # made before the context was entered: the parameter may have been changed since
+            elif calls_of(copy.grad_fn) < self._call:
+                return None  # made before this call: the parameter may have been changed since
         if variable is None or type(variable) not in PLAIN:
             return None
         if (variable.shape, variable.device) != (copy.shape, copy.device):
@@ -449,7 +449,8 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
-    held.free_passed(saved.last)
+    if saved.last < held.first:
+        held.free_passed(saved.last)
     return saved.unpack()
 
 
@@ -491,11 +492,6 @@ def set_recompute(
     if output.is_complex():  # views of its memory may be real, and layouts have no dtype
         return None
     with without_torch_function():
-        storage = output.untyped_storage()
-        first: Any = args[0] if args else None
-        strided = not version and isinstance(first, Tensor) and first.layout is torch.strided
-        if strided and first.untyped_storage() is storage:
-            return None  # a view
         try:
             # autocast never changes what is computed in place
             autocast = capture.autocast and not version
@@ -505,6 +501,12 @@ def set_recompute(
         if not version:
             marked(output, capture.hooks).recompute = recompute
         return recompute
+
+
+def _is_number(output: Tensor, args: Sequence[Any]) -> bool:
+    """Return whether a tensor is better stored: a number, or a few computed from parameters, which may change."""
+    few = output.numel() < FEW and all(is_parameter(x) for x in args if isinstance(x, Tensor))
+    return few or not output.dim()
 
 
 def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -525,6 +527,8 @@ def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return what a call changes in place: its `out`, its first argument, or what it may by one of FLAGS."""
     tensors: Any = ()
+    if in_functorch_transform():  # whose tensors have no memory of their own
+        return ()
     if kwargs.get("out") is not None:
         tensors = kwargs["out"]
     elif func in CHANGES:

@@ -104,7 +104,8 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             capture.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error) and "torch.func" in str(error):
             raise UsageError(
-                f"{self}: enter it in the function that torch.func transforms; it then does nothing"
+                f"{self}: enter it in the function that torch.func transforms, where it does nothing; or leave "
+                "out the module that calls torch.func: fitact.convert(model, exclude=...)"
             ) from error
 
 

@@ -101,10 +101,10 @@ class Mark:
         self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
     ) -> None:
         self._hooks, self._dtype, self.oldest = hooks, dtype, oldest
-        self.known: list[Callable[[], Stored | None]] = []
+        self.known: Sequence[Callable[[], Stored | None]] = ()
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
-        self.waiting: list[Callable[[], Stored | None]] = []
+        self.waiting: Sequence[Callable[[], Stored | None]] = ()
 
     def is_inside(self, hooks: Hooks | None) -> bool:
         """Return whether it was made inside of these hooks."""
@@ -116,14 +116,12 @@ class Mark:
         return Mark(self._hooks, self._dtype, self.oldest)
 
     def is_of(self, tensor: Tensor, version: int) -> bool:
-        """Return whether all this is true of a tensor: not if its dtype is another, or it counts changes anew."""
+        """Return whether all this is true of a tensor: not if it is complex, of another dtype, or counts anew."""
         return tensor.dtype is self._dtype and version >= self.oldest
 
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
-        if self.known:
-            self.known = [ref for ref in self.known if ref() is not None]
-        self.known.append(weakref.ref(stored))
+        self.known = *(ref for ref in self.known if ref() is not None), weakref.ref(stored)
 
     def alive(self, version: int) -> Iterator[Stored]:
         """Return all that is stored of the memory in any layout."""
@@ -158,9 +156,7 @@ class Mark:
 
     def wait(self, stored: Stored) -> None:
         """Remember, weakly, what can be recomputed once the memory is stored."""
-        if self.waiting:
-            self.waiting = [ref for ref in self.waiting if ref() is not None]
-        self.waiting.append(weakref.ref(stored))
+        self.waiting = *(ref for ref in self.waiting if ref() is not None), weakref.ref(stored)
 
     def frees(self) -> int:
         """Return the bytes that can be recomputed once the memory is stored."""
@@ -179,7 +175,8 @@ def marked(tensor: Tensor, hooks: Hooks | None, storage: torch.UntypedStorage | 
     storage = tensor.untyped_storage() if storage is None else storage
     mark: Mark | None = mark_of(storage)
     if mark is None or not mark.is_inside(hooks):
-        mark = Mark(None if hooks is None else weakref.ref(hooks), tensor.dtype)
+        dtype = None if tensor.is_complex() else tensor.dtype
+        mark = Mark(None if hooks is None else weakref.ref(hooks), dtype)
         set_mark(storage, mark)
     return mark
 
@@ -314,11 +311,10 @@ class _Held(threading.local):
 
     def free_passed(self, call: int) -> None:
         """Free what only nodes after that of a number would read: backward runs from the last to the first."""
-        if call < self.first:
-            tensors, self.tensors, self.first = self.tensors, {}, 0
-            for ref in tensors.values():
-                if (made := ref()) is not None and made.is_held(call):
-                    self.add(made)
+        tensors, self.tensors, self.first = self.tensors, {}, 0
+        for ref in tensors.values():
+            if (made := ref()) is not None and made.is_held(call):
+                self.add(made)
 
 
 held = _Held()

@@ -405,3 +405,16 @@ def test_sparse_tensors() -> None:
     report = fitact.convert(model, example_inputs=x)
     assert report.gradient is not None and report.gradient.error == 0
     assert (report.saved_before, report.saved_after) == (3 * x.nbytes, 2 * x.nbytes)
+
+
+def test_a_module_that_differentiates_itself() -> None:
+    """PyTorch refuses hooks around `torch.func.grad`: the message says what to leave out, and then all is well."""
+    forces = built(lambda m, x: torch.func.grad(lambda y: F.silu(m.layer(y)).sum())(x), layer=linear())
+    model = nn.Sequential(linear(), forces)
+    expected = torch.autograd.grad(model(X).square().sum(), [*model.parameters()])
+    fitact.convert(model)
+    with pytest.raises(UsageError, match="leave out the module"):
+        model(X)
+    fitact.revert(model)
+    fitact.convert(model, exclude="1")
+    assert all(map(torch.equal, torch.autograd.grad(model(X).square().sum(), [*model.parameters()]), expected))

@@ -358,6 +358,73 @@ def test_written_over_and_gone() -> None:
         y.sum().backward()
 
 
+def test_casts_of_weights_that_change() -> None:
+    """Autocast's cache has the copy from before the step, and the first call did not save it."""
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        a, w = leaf(8, 16), leaf(16, 16)
+        with context(), torch.autocast("cpu", torch.bfloat16):
+            F.linear(a.detach(), w)
+            with torch.no_grad():
+                w.mul_(2)
+            return F.linear(a, w)
+
+    check(program)
+
+
+@checked
+def number_of_a_parameter(context: Context, leaf: Leaf) -> Tensor:
+    """A temperature, whose parameter an optimizer has changed before it is read in backward."""
+    a, logarithm = leaf(64, 4), leaf(1)
+    with context():
+        y = logarithm.exp() * a
+    with torch.no_grad():
+        logarithm.add_(1)
+    return y
+
+
+def test_vmap() -> None:
+    """Changes in place of what a transform batches."""
+
+    def row(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.mul_(2)
+        return y.sigmoid() * x
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        with context():
+            return torch.vmap(row)(leaf(8, 4))
+
+    check(program)
+
+
+@pytest.mark.parametrize("read", ["cumulated", "by rows"])
+def test_small_masks_in_a_checkpoint(read: str) -> None:
+    """The checkpoint's second run holds the mask, its first one does not: both store the same."""
+
+    def cumulated(x: Tensor) -> Tensor:
+        v = x.cumsum(0)
+        return v.masked_fill(v > 0.5, -100.0) / (v + 0)
+
+    def by_rows(x: Tensor) -> Tensor:
+        u = x * 1.0
+        masked = u.masked_fill(u[:, :1] > 0, 0.0)
+        square = u * u
+        return masked.exp2() + square
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        function, x = (cumulated, leaf(8)) if read == "cumulated" else (by_rows, leaf(8, 32))
+
+        def block(x: Tensor) -> Tensor:
+            with context():
+                return function(x)
+
+        output: Tensor = checkpoint(block, x, use_reentrant=False)
+        return output
+
+    check(program)
+
+
 def test_backward_in_autocast() -> None:
     """What ran without autocast is recomputed without it."""
     a, b = nn.Parameter(torch.randn(8, 2, 20)), nn.Parameter(torch.randn(8, 2, 20))
