@@ -236,6 +236,16 @@ def is_operator(function: Any) -> bool:
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
+def changes_arguments(operator: Any) -> bool:
+    """Return whether an operator, or an overload of it, changes an argument in place that is no `out`."""
+    names = [] if isinstance(operator, torch._ops.OpOverload) else operator.overloads()
+    schemas = [getattr(operator, name)._schema for name in names] or [operator._schema]
+    arguments = [
+        each for schema in schemas for each in schema.arguments if each.alias_info and not each.kwarg_only
+    ]
+    return any(each.alias_info.is_write for each in arguments)
+
+
 def schema_name(function: Any) -> str:
     """Return the name of an operator without its overload, such as `aten::add`; for other objects, `str`."""
     return function._schema.name if isinstance(function, torch._ops.OpOverload) else str(function)

@@ -6,8 +6,8 @@ code is the integer q, in two's complement, of s·z with z = y(1 + |y|)/2 and y 
 2^(k - 1) - 1 at 8, 6 and 5 bits; at 4 and 3 bits it is 2^(k - 1), and q = N is no code.
 
 The rows of a *tile* of 64 rows × 64 features share the *shifts* of its channels: a channel whose mean exponent is
-d ≥ 2 above that of the tile's channels is divided by 2^d before the scale is taken. Zeros do not count. Where no
-channel stands out, nothing changes.
+d ≥ 2 above that of the tile's channels, and its largest above the mean of their largest, is divided by 2^d before
+the scale is taken. Zeros do not count. Where no channel stands out, nothing changes.
 
 A block with an infinity comes back as infinities and NaN, one with a NaN as NaN. Magnitudes below 2^-112 may come
 back as 0.
@@ -247,7 +247,12 @@ def _shifts(x: Tensor) -> Tensor | None:
     out = 2 * over >= (3 * under).clamp_(min=1)
     if not isinstance(out, FakeTensor) and not out.any():
         return None
-    return (over.float() / under.float()).add_(0.5).floor_().clamp_(2, 15).masked_fill_(~out, 0).int()
+    above = (over.float() / under.float()).add_(0.5).floor_()
+    # other channels may have tiny numbers beside ones as large
+    tops = x.view(torch.int32).bitwise_and(255 << 23).amax(1, keepdim=True) >> 23
+    total, count = (tensor.sum(-1, keepdim=True, dtype=torch.int32) for tensor in (tops, tops > 0))
+    d = ((tops * count - total).float() / count.float()).add_(0.5).floor_().minimum(above).clamp_(max=15)
+    return d.masked_fill_(~out | (d < 2), 0).int()
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ from fitact.runtime.torch_internals import (
     autocast_source,
     base_of,
     calls_of,
+    changes_arguments,
     in_functorch_transform,
+    is_operator,
     mark_of,
     never_alone,
     next_call,
@@ -193,7 +195,7 @@ class Capture(TorchFunctionMode):
         """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
         output, undecided = self.made(func, args, kwargs)
         recompute = None
-        if is_plain(output) and output.requires_grad and not _is_number(output, args):
+        if is_plain(output) and output.requires_grad and output.numel() != 1:  # a number is stored
             recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
             own, computed = recompute is not None and storage is output.untyped_storage(), None
@@ -217,10 +219,6 @@ class Capture(TorchFunctionMode):
         undecided = self._undecided = []
         try:
             return func(*args, **kwargs), undecided
-        except BaseException:
-            for both in undecided:
-                self.settle(*both)
-            raise
         finally:
             self.current = self._undecided = self._changed = None
 
@@ -503,12 +501,6 @@ def set_recompute(
         return recompute
 
 
-def _is_number(output: Tensor, args: Sequence[Any]) -> bool:
-    """Return whether a tensor is better stored: a number, or a few computed from parameters, which may change."""
-    few = output.numel() < FEW and all(is_parameter(x) for x in args if isinstance(x, Tensor))
-    return few or not output.dim()
-
-
 def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Return a call with all its arguments, those by name last."""
     return func, (*args, *kwargs.values()) if kwargs else args
@@ -531,6 +523,8 @@ def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         return ()
     if kwargs.get("out") is not None:
         tensors = kwargs["out"]
+    elif func in OPERATORS:
+        tensors = *args, *kwargs.values()
     elif func in CHANGES:
         tensors = args[0] if args else [kwargs[name] for name in CHANGED if name in kwargs]
     elif (flag := FLAGS.get(func)) is not None:
@@ -554,6 +548,7 @@ def change(tensors: Sequence[Any]) -> None:
 CHANGED = "input", "self", "tensor"
 CHANGING = Tensor.add_  # whose rule is that of all functions that change a tensor in place
 CHANGES: set[Any] = set()  # these functions, as far as they were met
+OPERATORS: set[Any] = set()  # operators of libraries that change any of their arguments, as far as they were met
 # Functions that change something in place if an argument says so, by its name, and what that is.
 FLAGS: dict[Any, str] = {
     each: "inplace"
@@ -580,6 +575,9 @@ class _Rules(dict[Any, Rule | None]):
         elif (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE):
             rule = self[CHANGING]
             CHANGES.add(func)
+        elif is_operator(func) and changes_arguments(func):
+            rule = Capture.writing
+            OPERATORS.add(func)
         self[func] = rule
         return rule
 

@@ -57,6 +57,13 @@ def check(program: Program, **options: Any) -> None:
 # ------------------------------------------------------------------------------------------------ changes in place
 
 WIDE = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@torch.library.custom_op("fitact_tests::decay", mutates_args=("x",))
+def decay(factor: float, x: Tensor) -> None:
+    x.mul_(factor)
+
+
 # Each changes its argument in place.
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "dropout1d": lambda x: F.dropout1d(x[0], 0.5, inplace=True),
@@ -70,6 +77,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "checkpoint": lambda x: checkpoint(lambda x: x.mul_(2), x, use_reentrant=False),
     "hooks": lambda x: inside(save_on_cpu(), x),
     "baseline": lambda x: inside(baseline(), x),
+    "operator of a library": lambda x: decay(0.9, x),
     "embedding": lambda x: torch.no_grad()(F.embedding)(torch.arange(8), x[0, 0].detach(), max_norm=0.5),
 }
 
@@ -420,6 +428,23 @@ def test_small_masks_in_a_checkpoint(read: str) -> None:
                 return function(x)
 
         output: Tensor = checkpoint(block, x, use_reentrant=False)
+        return output
+
+    check(program)
+
+
+def test_a_checkpoint_that_stops_in_a_change() -> None:
+    """It has all that it needs once an argument is saved, before PyTorch's copy of what is changed."""
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        a, b = leaf(8, 64), leaf(64)
+
+        def block(x: Tensor) -> Tensor:
+            with context():
+                u = x * x
+                return (u + b.abs()).pow_(u)
+
+        output: Tensor = checkpoint(block, a, use_reentrant=False)
         return output
 
     check(program)

@@ -120,7 +120,11 @@ def encode_tile(
     shift = tl.zeros((8, 8), tl.int32)
     if tl.max(tl.max(out.to(tl.int32), 1), 0) > 0:
         above = tl.floor(tl.div_rn(over.to(tl.float32), under.to(tl.float32)) + 0.5)
-        shift = tl.where(out, tl.minimum(tl.maximum(above, 2.0), 15.0), 0.0).to(tl.int32)
+        tops = tl.max(exponent, 0)
+        total, count = tl.sum(tl.sum(tops, 1), 0), tl.sum(tl.sum((tops > 0).to(tl.int32), 1), 0)
+        higher = tl.floor(tl.div_rn((tops * count - total).to(tl.float32), count.to(tl.float32)) + 0.5)
+        above = tl.minimum(tl.minimum(above, higher), 15.0)
+        shift = tl.where(out & (above >= 2.0), above, 0.0).to(tl.int32)
         value = value * _power_of_two(-shift)[None, :, :]
     _store(shifts, shift[None, :, :], tile + tl.arange(0, 1), tl.arange(0, 1) == 0, 4, 4, 0, 0)
 

@@ -18,8 +18,8 @@ from .options import completing, read_fits, say
 def show(things: Sequence[str]) -> None:
     """Show the catalog, an activation, or fits side by side.
 
-    Without arguments, show the catalog. ACTIVATION is a name of the catalog, an expression in x, a gate, whose
-    factors are shown, or a formula with learned parameters. FITS are fit files; their names end in .json.
+    Without arguments, show the catalog. ACTIVATION is a name of the catalog, such as one with learned parameters,
+    an expression in x, or a gate, whose factors are shown. FITS are fit files; their names end in .json.
 
     \b
     Examples:
