@@ -121,7 +121,8 @@ class Mark:
 
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
-        self.known = *(ref for ref in self.known if ref() is not None), weakref.ref(stored)
+        self.known = [ref for ref in self.known if ref() is not None]
+        self.known.append(weakref.ref(stored))
 
     def alive(self, version: int) -> Iterator[Stored]:
         """Return all that is stored of the memory in any layout."""
@@ -156,7 +157,8 @@ class Mark:
 
     def wait(self, stored: Stored) -> None:
         """Remember, weakly, what can be recomputed once the memory is stored."""
-        self.waiting = *(ref for ref in self.waiting if ref() is not None), weakref.ref(stored)
+        self.waiting = [ref for ref in self.waiting if ref() is not None]
+        self.waiting.append(weakref.ref(stored))
 
     def frees(self) -> int:
         """Return the bytes that can be recomputed once the memory is stored."""
