@@ -249,7 +249,7 @@ def _shifts(x: Tensor) -> Tensor | None:
         return None
     above = (over.float() / under.float()).add_(0.5).floor_()
     # other channels may have tiny numbers beside ones as large
-    tops = x.view(torch.int32).bitwise_and(255 << 23).amax(1, keepdim=True) >> 23
+    tops = x.abs().nan_to_num_(0.0, math.inf).amax(1, keepdim=True).view(torch.int32) >> 23
     total, count = (tensor.sum(-1, keepdim=True, dtype=torch.int32) for tensor in (tops, tops > 0))
     d = ((tops * count - total).float() / count.float()).add_(0.5).floor_().minimum(above).clamp_(max=15)
     return d.masked_fill_(~out | (d < 2), 0).int()

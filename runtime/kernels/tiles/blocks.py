@@ -120,7 +120,8 @@ def encode_tile(
     shift = tl.zeros((8, 8), tl.int32)
     if tl.max(tl.max(out.to(tl.int32), 1), 0) > 0:
         above = tl.floor(tl.div_rn(over.to(tl.float32), under.to(tl.float32)) + 0.5)
-        tops = tl.max(exponent, 0)
+        tops = tl.max(tl.abs(value), 0)
+        tops = tl.where(tops == tops, tops, 0.0).to(tl.int32, bitcast=True) >> 23  # NaN does not count
         total, count = tl.sum(tl.sum(tops, 1), 0), tl.sum(tl.sum((tops > 0).to(tl.int32), 1), 0)
         higher = tl.floor(tl.div_rn((tops * count - total).to(tl.float32), count.to(tl.float32)) + 0.5)
         above = tl.minimum(tl.minimum(above, higher), 15.0)
