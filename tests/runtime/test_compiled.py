@@ -70,7 +70,7 @@ def registers(name: str) -> float:
 
 
 def test_all_shipped_kernels_by_two_tritons() -> None:
-    """The record has all; accesses are as wide by both, one kernel spills by the older, as docs/kernels.md says."""
+    """The record has all; accesses are as wide by both, one spills by the older, as docs/kernels.md says."""
     assert set(RECORD) == {f"{name} {target}" for name, _ in resources.kernels() for target in TARGETS}
     for name, row in RECORD.items():
         (_, *pinned), (_, *older) = row["3.7.1"], row["3.6.0"]
