@@ -196,8 +196,8 @@ class Activation(Formula):
         extrema = roots(self.second_derivative_formula, low, high).at
         at = np.array([low, high, shape.inside(low, high), *beside, *extrema])
         # by many digits: the formula may overflow
-        at = [point for point in map(float, at) if value(self.formula, point, 20).is_finite()]
-        values = np.array([float(value(self.derivative_formula, point, 20)) for point in at])
+        points = [point for point in map(float, at) if value(self.formula, point, 20).is_finite()]
+        values = np.array([float(value(self.derivative_formula, point, 20)) for point in points])
         values = values[~np.isnan(values)]
         values[np.abs(values) > 1e15] *= np.inf
         return shape.snapped(values.min(initial=math.inf)), shape.snapped(values.max(initial=-math.inf))

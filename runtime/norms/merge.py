@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,11 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
     if made is None:
         raise UsageError(f"norm: expected a LayerNorm or RMSNorm over the last dimension, got {norm}")
     shared, alpha = made
-    for layer in layers:
+    given: Sequence[Any] = layers  # of any type, and without a bias, whatever their types say
+    for layer in given:
         if not isinstance(layer, nn.Linear) or layer.weight.shape[-1:] != alpha.shape:
             raise UsageError(f"layers: expected linear layers of {alpha.numel()} inputs, got {layer}")
-    for layer in dict.fromkeys(layers):
+    for layer in dict.fromkeys(given):
         if bias is not None:
             moved, own = layer.weight @ bias.to(layer.weight), layer.bias
             if own is None:
