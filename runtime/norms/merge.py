@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
 
 def _made(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> tuple[Norm, Tensor] | None:
     """Return the norm without α and β, and α; None if the module computes something else."""
-    eps = next((value for value in vars(norm).values() if type(value) is float), None)
     x = torch.randn(4, weight.numel(), generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, 1e-3 * x]).to(weight.device)  # the second rows show eps
     expected = copy.deepcopy(norm).float()(x)
-    for shared in (MSLayerNorm(weight.numel(), 1e-5 if eps is None else eps), MSRMSNorm(weight.numel(), eps)):
-        for alpha in (weight, 1 + weight):
-            output = shared(x) * alpha.float() + (0 if bias is None else bias.float())
-            if torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
-                return shared, alpha
+    kinds, n = (MSLayerNorm, MSRMSNorm), weight.numel()
+    numbers = [value for value in vars(norm).values() if type(value) is float]
+    shares = [kind(n, eps) for eps in numbers for kind in kinds] or [kind(n) for kind in kinds]
+    for shared, alpha in product(shares, (weight, 1 + weight)):
+        output = shared(x) * alpha.float() + (0 if bias is None else bias.float())
+        if torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
+            return shared, alpha
     return None

@@ -283,7 +283,7 @@ class Epsilon(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.epsilon = nn.Parameter(torch.rand(SIZE) + 0.5), 1e-4
+        self.weight, self.scale, self.epsilon = nn.Parameter(torch.rand(SIZE) + 0.5), 4.0, 1e-4
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * self.weight
