@@ -245,7 +245,7 @@ def _shifts(x: Tensor) -> Tensor | None:
     total, count = (tensor.sum(-1, keepdim=True, dtype=torch.int32) for tensor in (sums, counts))
     over, under = sums.mul_(count).sub_(counts * total), counts.mul_(count)  # over/under: above the tile's mean
     out = 2 * over >= (3 * under).clamp_(min=1)
-    if not isinstance(out, FakeTensor) and not out.any():
+    if isinstance(out, FakeTensor) or not out.any():
         return None
     above = (over.float() / under.float()).add_(0.5).floor_()
     # other channels may have tiny numbers beside ones as large
