@@ -81,7 +81,7 @@ def style() -> None:
 
 
 def draw_steps(axes: Axes, fit: StepFit, low: float, high: float) -> None:
-    """Draw f′ and the step function that stands for it, the levels joined where they change."""
+    """Draw f′ and the step function that replaces it, the levels joined where they change."""
     x = np.linspace(low, high, POINTS)
     axes.plot(x, fit.activation.derivative(x), color=EXACT, label="$f\\,'$ exact")
     borders = np.array(fit.borders)

@@ -322,13 +322,13 @@ class Capture(TorchFunctionMode):
 
         What is replaced is computed from nothing that was itself replaced: backward would nest too deeply.
         """
-        waiting, mark.waiting = mark.waiting, ()
+        waiting, mark.waiting = mark.waiting, []
         for ref in waiting:
             stored = ref()
             if stored is None or stored.replaced or stored.stays:
                 continue
             if not stored.recompute.is_free():
-                mark.waiting = *mark.waiting, ref
+                mark.waiting.append(ref)
                 continue
             leaves = list(stored.recompute.leaves())
             if any(leaf.replaced for leaf in leaves) or not self.is_as_near(stored, leaves):
@@ -447,8 +447,7 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
-    if saved.last < held.first:
-        held.free_passed(saved.last)
+    held.free_passed(saved.last)
     return saved.unpack()
 
 
@@ -517,13 +516,13 @@ def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 
 
 def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """Return what a call changes in place: its `out`, its first argument, or what it may by one of FLAGS."""
+    """Return what a call changes in place: `out`, its first argument, an operator's any, or by one of FLAGS."""
     tensors: Any = ()
     if in_functorch_transform():  # whose tensors have no memory of their own
         return ()
     if kwargs.get("out") is not None:
         tensors = kwargs["out"]
-    elif func in OPERATORS:
+    elif func in CHANGES and is_operator(func):
         tensors = *args, *kwargs.values()
     elif func in CHANGES:
         tensors = args[0] if args else [kwargs[name] for name in CHANGED if name in kwargs]
@@ -548,7 +547,6 @@ def change(tensors: Sequence[Any]) -> None:
 CHANGED = "input", "self", "tensor"
 CHANGING = Tensor.add_  # whose rule is that of all functions that change a tensor in place
 CHANGES: set[Any] = set()  # these functions, as far as they were met
-OPERATORS: set[Any] = set()  # operators of libraries that change any of their arguments, as far as they were met
 # Functions that change something in place if an argument says so, by its name, and what that is.
 FLAGS: dict[Any, str] = {
     each: "inplace"
@@ -564,6 +562,10 @@ WRITTEN = {"inplace": ("input",), "max_norm": ("weight",), "training": _STATISTI
 IDLE = ["__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "requires_grad_", "detach_"]
 
 
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE)
+
+
 class _Rules(dict[Any, Rule | None]):
     """The rule of each function; None for IDLE ones."""
 
@@ -572,12 +574,9 @@ class _Rules(dict[Any, Rule | None]):
         rule: Rule | None = Capture.writing if func in FLAGS else Capture.plain
         if name in IDLE:
             rule = None
-        elif (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE):
+        elif changes_arguments(func) if is_operator(func) else _is_in_place(name):
             rule = self[CHANGING]
             CHANGES.add(func)
-        elif is_operator(func) and changes_arguments(func):
-            rule = Capture.writing
-            OPERATORS.add(func)
         self[func] = rule
         return rule
 

@@ -31,6 +31,7 @@ from .storage import (
     Mark,
     Quantised,
     Stored,
+    in_layout,
     is_parameter,
     layout_of,
     marked,
@@ -147,8 +148,8 @@ class Recompute:
     """
 
     __slots__ = (
-        *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_storage", "holds"),
-        *("largest", "layout", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
+        *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_layout"),
+        *("_storage", "holds", "largest", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
     )
 
     def __init__(
@@ -176,7 +177,7 @@ class Recompute:
         if not self.operands or self.size != output.nbytes or self.work > MOST * self.largest or self.sums > SUMS:
             raise Unsuitable
         self._refer()
-        self.version, self.layout = version_of_saved(output) + changes, layout_of(output)
+        self.version, self._layout = version_of_saved(output) + changes, layout_of(output)
         self._autocast = None
         if autocast:
             device = output.device.type
@@ -243,7 +244,7 @@ class Recompute:
         """
         if self.unsaved is None:
             return
-        pays = self._unsaved_bytes() < self.size
+        pays = self.pays()
         self.holds = self.holds or pays
         for operand in self.operands:
             if operand.tensor is not None and operand.weak is not None:
@@ -263,9 +264,6 @@ class Recompute:
         if self.unsaved is None:
             return 0
         self.unsaved = {key: each for key, each in self.unsaved.items() if not each.is_stored()} or None
-        return self._unsaved_bytes()
-
-    def _unsaved_bytes(self) -> float:
         return sum(map(Operand.bytes, self.unsaved.values())) if self.unsaved else 0
 
     def is_free(self) -> bool:
@@ -316,7 +314,7 @@ class Recompute:
         pairs = zip(values, self.operands, strict=True)
         tensors = [value.read(operand.layout) for value, operand in pairs]
         filling = iter(tensors)
-        args = [next(filling) if type(each) is Operand else _filled(each, filling) for each in self._args]
+        args = [_filled(argument, filling) for argument in self._args]
         kwargs = {name: _filled(argument, filling) for name, argument in self._kwargs.items()}
         if self._autocast is None and not any_autocast():
             made = self._function(*args, **kwargs)
@@ -324,9 +322,9 @@ class Recompute:
             device, dtype = self._autocast or (max(tensors, key=Tensor.dim).device.type, None)
             with torch.autocast(device, dtype, enabled=dtype is not None):
                 made = self._function(*args, **kwargs)
-        if layout_of(made) == self.layout:
+        if layout_of(made) == self._layout:
             return made
-        size, stride, _ = self.layout
+        size, stride, _ = self._layout
         return torch.empty_strided(size, stride, dtype=made.dtype, device=made.device).copy_(made)
 
 
@@ -364,8 +362,7 @@ class Computed(Made):
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""
-        made = self.made()
-        return made if layout == self.recompute.layout else made.as_strided(*layout)
+        return in_layout(self.made(), layout)
 
 
 class Reading:

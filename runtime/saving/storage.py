@@ -101,10 +101,10 @@ class Mark:
         self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
     ) -> None:
         self._hooks, self._dtype, self.oldest = hooks, dtype, oldest
-        self.known: Sequence[Callable[[], Stored | None]] = ()
+        self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
-        self.waiting: Sequence[Callable[[], Stored | None]] = ()
+        self.waiting: list[Callable[[], Stored | None]] = []
 
     def is_inside(self, hooks: Hooks | None) -> bool:
         """Return whether it was made inside of these hooks."""
@@ -313,10 +313,11 @@ class _Held(threading.local):
 
     def free_passed(self, call: int) -> None:
         """Free what only nodes after that of a number would read: backward runs from the last to the first."""
-        tensors, self.tensors, self.first = self.tensors, {}, 0
-        for ref in tensors.values():
-            if (made := ref()) is not None and made.is_held(call):
-                self.add(made)
+        if call < self.first:
+            tensors, self.tensors, self.first = self.tensors, {}, 0
+            for ref in tensors.values():
+                if (made := ref()) is not None and made.is_held(call):
+                    self.add(made)
 
 
 held = _Held()

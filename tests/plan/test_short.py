@@ -1,4 +1,4 @@
-"""A step cut short is the whole step: of like blocks of one policy some run, and one stands for the others."""
+"""A step cut short is the whole step: of like blocks of one policy some run, and one is counted for the others."""
 
 from dataclasses import replace
 from typing import Any

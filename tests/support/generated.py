@@ -216,7 +216,7 @@ class Generated(ABC):
 
     @abstractmethod
     def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
-        """Compare dx with dy times what stands for f′, by the definition."""
+        """Compare dx with dy times what replaces f′, by the definition."""
 
 
 @cache
