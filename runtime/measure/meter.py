@@ -173,10 +173,8 @@ class Meter(OperationMode):
 class MeteredLink:
     """A link to the host, for `fitact.runtime.saving.offload`, whose copies take time on the clock of a meter.
 
-    Both directions share one queue, beside which the device computes. The host runs ahead of the device: when it
-    asks, no copy is done. So as much memory waits for copies as may.
-
-    The meter's clock runs on while something waits for a copy. The bandwidth is in bytes a second.
+    Both directions share one queue, beside which the device computes. The meter's clock runs on while something
+    waits for a copy. The bandwidth is in bytes a second.
     """
 
     def __init__(self, meter: Meter, bandwidth: float) -> None:
@@ -199,10 +197,6 @@ class MeteredLink:
     def wait(self, event: float, memory: Tensor) -> None:
         """Wait for a copy."""
         self.finish(event)
-
-    def is_done(self, event: float) -> bool:
-        """Return False."""
-        return False
 
     def finish(self, event: float) -> None:
         """Wait for a copy."""

@@ -41,9 +41,6 @@ class Link(Protocol):
     def wait(self, event: Any, memory: Tensor) -> None:
         """Let what is computed from now on wait for a copy of a device's memory."""
 
-    def is_done(self, event: Any) -> bool:
-        """Return whether a copy is done."""
-
     def finish(self, event: Any) -> None:
         """Wait for a copy."""
 
@@ -80,10 +77,6 @@ class CudaLink:
             owner.wait_event(done)
             memory.record_stream(current)
 
-    def is_done(self, event: Any) -> bool:
-        """Return whether a copy is done."""
-        return bool(event[0].query())
-
     def finish(self, event: Any) -> None:
         """Wait for a copy."""
         event[0].synchronize()
@@ -110,6 +103,7 @@ class Memory(Stored):
 
     _host: Tensor | None = None
     _leaving: Any = None  # when the copy to the host is done, while it runs
+    _stayed: Any = None  # the same of a copy that nothing reads, since the memory was needed too soon
     _coming: Any = None  # when the copy back is, until something has waited for it
     _was_read = False  # in this pass: it does not come again ahead of its reader
 
@@ -126,12 +120,8 @@ class Memory(Stored):
         if self.bytes is not None and self._host is None:
             self._host, self._leaving = self._link.to_host(self.bytes)
 
-    def is_leaving(self) -> bool:
-        """Return whether a copy to the host runs."""
-        return self._leaving is not None and not self._link.is_done(self._leaving)
-
     def left(self) -> None:
-        """Free the memory of the device once it is copied."""
+        """Free the memory of the device once it is copied, which the device waits for."""
         if self._leaving is not None and self.bytes is not None:
             self._link.wait(self._leaving, self.bytes)
             self.bytes = self._leaving = None
@@ -151,7 +141,7 @@ class Memory(Stored):
 
     def _make(self) -> Tensor:
         if self._leaving is not None:
-            self._host = self._leaving = None  # it is needed too soon, and stays
+            self._host, self._leaving, self._stayed = None, None, self._leaving
         self._was_read = False
         self.come()
         memory = self.bytes
@@ -174,6 +164,8 @@ class Memory(Stored):
     def __del__(self) -> None:
         if self._coming is not None:
             self._link.finish(self._coming)
+        if self._stayed is not None and self.bytes is not None:
+            self._link.wait(self._stayed, self.bytes)  # a CUDA graph has to end with all copies done
         self._offload.bytes -= self.size
 
 
@@ -267,16 +259,13 @@ class Offload:
         return True
 
     def _send(self) -> None:
-        """Let the memory before the newest leave, and free those that have left."""
+        """Let the memory before the newest leave, and free the one that left DEPTH memories before it."""
         before = self._numbered.get(self._number - 1)
         if before is not None:
             before.leave()
             self._leaving.append(ref(before))
-        while self._leaving:
-            first = self._leaving[0]()
-            if first is not None and len(self._leaving) <= DEPTH and first.is_leaving():
-                break
-            self._leaving.popleft()
+        while len(self._leaving) > DEPTH:
+            first = self._leaving.popleft()()
             if first is not None:
                 first.left()
 

@@ -684,3 +684,38 @@ def test_offload(error: str) -> None:
     assert all(torch.equal(*pair) for each in results[1:] for pair in zip(each, results[0], strict=True))
     assert max(sizes[1:3]) < 0.6 * sizes[0]  # copies that were on their way at the last look are still there
     assert all(offload.bytes == 0 for offload in _made.offloads.values())
+
+
+@needs_gpu
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+def test_offload_in_cuda_graphs(error: str) -> None:
+    """Replays of a captured step give the gradients of eager steps, whatever pinned memory others take between."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU()) for _ in range(8))
+    )
+    model.to("cuda", torch.bfloat16)
+    x, other = (torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+
+    def gradients(inputs: torch.Tensor, offload: bool) -> list[torch.Tensor]:
+        with saving(error, offload=offload):
+            loss = model(inputs).float().square().mean()
+        return [*torch.autograd.grad(loss, [inputs, *model.parameters()])]
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = [gradients(other, False), *(gradients(other, True) for _ in range(3))]
+        assert all(all(map(same, each, expected[0])) for each in expected[1:])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            actual = gradients(x, True)
+        with torch.no_grad():
+            x.copy_(other)
+        for _ in range(3):
+            graph.replay()
+            taken = [torch.full((2**22,), torch.nan).pin_memory() for _ in range(8)]
+            gradients(other.detach().neg().requires_grad_(), True)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(map(same, actual, expected[0]))
+        del taken
+    assert all(offload.bytes == 0 for offload in _made.offloads.values())

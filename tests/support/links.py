@@ -67,8 +67,5 @@ class SimulatedLink:
         self.stalls += max(event.done - self.now, 0)
         self._until(event.done)
 
-    def is_done(self, event: Copy) -> bool:
-        return event.done <= self.now
-
     def finish(self, event: Copy) -> None:
         self._until(event.done)
