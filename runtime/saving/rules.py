@@ -157,9 +157,9 @@ def dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """
     if not x.is_cuda:
         return x * (mask.to(x.dtype).div_(1 - p) if mask.dtype == torch.bool else mask)
-    # the kernel computes in float32, from 1 - p in float32
-    wide, keep = (torch.float64, 1 - p) if x.dtype == torch.float64 else (torch.float32, c_float(1 - p).value)
-    return (x.to(wide) * mask).mul_(1 / keep).to(x.dtype)
+    # the kernel rounds once too: its factor is of float32, computed from 1 - p of float32
+    keep = 1 - p if x.dtype == torch.float64 else c_float(1 - p).value
+    return (x * mask).mul_(1 / keep)
 
 
 def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

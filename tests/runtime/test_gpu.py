@@ -29,6 +29,7 @@ from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
 from fitact.runtime.saving import blocks, saving
 from fitact.runtime.saving.blocks import BITS, decode, encode
 from fitact.runtime.saving.offload import _made
+from fitact.runtime.saving.rules import dropped
 from tests.conftest import INTERPRETED
 from tests.saving.test_blocks import hostile
 from tests.support import values
@@ -544,6 +545,16 @@ def test_selective_checkpoints_with_dropout() -> None:
 
     expected, actual = reproducibly(lambda: (gradient(), gradient(context_fn=selectively)))
     assert same(actual, expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_dropout(dtype: torch.dtype) -> None:
+    """What is recomputed from a mask has the bits of PyTorch's kernel."""
+    x = (anything() if dtype.itemsize >= 4 else patterns(dtype)).to("cuda", dtype)
+    for p in (0.1, 0.15, 0.3, 0.5, 1 - 1e-4):
+        y, mask = torch.native_dropout(x, p, True)
+        assert same(dropped(x, mask, p), y), p
 
 
 @needs_gpu
