@@ -13,6 +13,7 @@ MARKED = re.compile(r"(<!-- gpu: (\w+) -->).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "**Nothing has been measured on a GPU yet.** `make gpu` does it on a machine that has one"
 SUMMARY = "LLaMA-7B"  # the model on README's first screen
 SUMMARISED = ("baseline", "exact", "rounding", "coarse", "checkpointing", "selective checkpointing")
+ANOTHER = ", in another run"
 Row = dict[str, Any]
 Part = dict[str, Any]  # what a JSON has
 
@@ -98,7 +99,8 @@ def of_steps(rows: Sequence[Row], *, host: bool = True) -> list[str]:
     """Return a table for each model; `host` is whether it has the host's time and that of a CUDA graph."""
     tables = []
     for model, own in grouped(rows, "model", "ms").items():
-        first = own[0]  # the baseline
+        baselines = {suffix_of(row): row for row in reversed(own) if row["variant"].startswith("baseline")}
+        pairs = [(row, baselines.get(suffix_of(row), own[0])) for row in own]
         cells = [
             (
                 row["variant"],
@@ -109,19 +111,24 @@ def of_steps(rows: Sequence[Row], *, host: bool = True) -> list[str]:
                 number(row, "peak_mib", ",.1f"),
                 f"{row['peak_mib'] / first['peak_mib']:.2f}" if "peak_mib" in row else "—",
             )
-            for row in own
+            for row, first in pairs
         ]
         header = [
             model,
             "ms",
             *(("host, ms", "graph, ms") if host else ()),
-            f"of {first['variant']}",
+            "of baseline",
             "saved, MiB",
             "peak, MiB",
-            f"of {first['variant']}",
+            "of baseline",
         ]
         tables.append(table(header, cells))
     return tables
+
+
+def suffix_of(row: Row) -> str:
+    """Return what a row of another run, on another machine, has at the end of its variant."""
+    return ANOTHER if row["variant"].endswith(ANOTHER) else ""
 
 
 def of_kernels(rows: Sequence[Row]) -> list[str]:
