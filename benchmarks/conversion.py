@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -188,7 +187,7 @@ def variants(kind: str, subject: Subject, norms: bool) -> Iterator[tuple[str, Ar
         yield f"{name} and {NORMS[kind]}" if norms else name, changed([subject.model], [policy])
     if not norms:
         for error in ERRORS:
-            yield f"saving, {error}", attaching(subject.model, {"": partial(saving, error)})
+            yield f"saving, {error}", attaching(subject.model, {"": saving(error)})
 
 
 def vit(tuning: str) -> Iterator[Row]:

@@ -96,11 +96,10 @@ def packed_by(node: Any) -> list[Any]:
 
 
 _MARK = "_fitact_mark"
+setattr(torch.UntypedStorage, _MARK, None)  # of storages without one
 
-
-def mark_of(storage: torch.UntypedStorage) -> Any:
-    """Return what `set_mark` set on a storage, None if nothing; PyTorch keeps a storage's attributes."""
-    return getattr(storage, _MARK, None)
+# What `set_mark` set on a storage, None if nothing; PyTorch keeps a storage's attributes.
+mark_of: Callable[[torch.UntypedStorage], Any] = attrgetter(_MARK)
 
 
 def set_mark(storage: torch.UntypedStorage, mark: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -248,7 +247,7 @@ def _candidates(
         name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
         yield Policy(name, method=method, bits=k), [model]
     for error in ERRORS:
-        yield Policy(f"saving, {error}", context=partial(saving, error)), [model]
+        yield Policy(f"saving, {error}", context=saving(error)), [model]
     for name, kind in zip(("full", "selective"), CHECKPOINTS[1:], strict=True):
         yield Policy(f"checkpointing, {name}", checkpoint=kind), blocks
 

@@ -93,7 +93,7 @@ def convert(
         raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
     run = None if example_inputs is None else runner(example_inputs)
     if method is None and not substitutes:
-        context = partial(saving, error, bits, recompute_attention=recompute_attention, offload=offload)
+        context = saving(error, bits, recompute_attention=recompute_attention, offload=offload)
         return _attached(model, _contexts(model, context, include, exclude), run, dry_run, gradients)
     _check(model, method, bits, substitutes)
     for what, given, why in (
@@ -147,7 +147,7 @@ def _attached(
         changes: list[Change] = [partial(attaching, contexts=some) for some in ({}, contexts)]
         (before, _), (after, storages) = _counted(model, run, changes)
         conversion = _with_modules(conversion, before, after, storages)
-        exact = all(getattr(context(), "exact", True) for context in contexts.values())
+        exact = all(getattr(context, "exact", True) for context in contexts.values())
         if before.bytes == after.bytes:
             left = tuple(replaced(site, after=None, reason=site.reason or NOTHING) for site in sites)
             conversion, contexts = replaced(conversion, sites=left), {}
@@ -178,11 +178,11 @@ def _contexts(model: nn.Module, context: Context, include: Patterns, exclude: Pa
     for path in (*included, *excluded):
         if isinstance(model.get_submodule(path), torch.jit.ScriptModule):
             raise UsageError(f"{path}: a ScriptModule runs as it was compiled, and has no context of its own")
-    return dict.fromkeys(included, context) | dict.fromkeys(excluded, baseline)
+    return dict.fromkeys(included, context) | dict.fromkeys(excluded, baseline())
 
 
 def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
-    done = (None, "excluded") if context is baseline else (str(context()), "")
+    done = (str(context), "") if isinstance(context, saving) else (None, "excluded")
     return SiteRecord(path, "module", type(model.get_submodule(path)).__name__, *done)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -38,7 +37,7 @@ class Policy:
 
     name: str  # in plans and tables
     error: str = "exact"  # one of `fitact.saving`'s, what it does to gradients
-    context: Callable[[], AbstractContextManager[Any]] | None = None  # what the module's forward runs in
+    context: AbstractContextManager[Any] | None = None  # what the module's forward runs in
     method: str | None = None  # of `fitact.convert`, by which its activations are replaced
     bits: int | None = None  # of the method; None for its default
     checkpoint: str = ""  # one of CHECKPOINTS; what the module is given is stored by the error, too
@@ -53,14 +52,14 @@ def _of_blocks() -> Iterator[Policy]:
     for error in ERRORS:
         for kind in CHECKPOINTS[:2]:
             name = ", ".join(filter(None, (error, kind)))
-            few.append(Policy(name, error, partial(saving, error), checkpoint=kind))
+            few.append(Policy(name, error, saving(error), checkpoint=kind))
     yield from few
     yield Policy("derivatives by the output", "rounding", method="output")
     yield Policy("derivatives by the output and a bit", "rounding", method="inverted")
     yield Policy("derivatives in 3 bits", "coarse", method="fewbit")
     for error in ERRORS:
         for share, amount in SHARES.items():
-            yield Policy(f"{error}, {share}", error, partial(saving, error, offload=amount), offload=amount)
+            yield Policy(f"{error}, {share}", error, saving(error, offload=amount), offload=amount)
     for policy in few:
         if policy.checkpoint == CHECKPOINTS[1]:
             yield replace(policy, name=f"{policy.name}, offloaded", offload="all")
@@ -70,7 +69,7 @@ OF_BLOCKS = tuple(_of_blocks())
 BASELINE, FULL, SELECTIVE = OF_BLOCKS[:3]
 # A checkpoint's inputs as they are.
 MOVED = next(policy for policy in OF_BLOCKS if policy.checkpoint and policy.offload)
-REST = Policy("exact outside of the blocks", context=partial(saving, "exact"))  # of the whole model
+REST = Policy("exact outside of the blocks", context=saving("exact"))  # of the whole model
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (*OF_BLOCKS, REST)}
 
 
@@ -104,7 +103,7 @@ def changed(modules: Sequence[nn.Module], policies: Sequence[Policy]) -> Iterato
 
 def _inside(policy: Policy, rest: bool) -> Policy:
     """Return a block's policy: a baseline block must leave a context that the rest of the model runs in."""
-    return replace(BASELINE, context=baseline) if rest and policy == BASELINE else policy
+    return replace(BASELINE, context=baseline()) if rest and policy == BASELINE else policy
 
 
 def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:

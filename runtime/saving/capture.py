@@ -167,7 +167,9 @@ class Capture(TorchFunctionMode):
         if not hooks or hooks[0] is not self._pack:
             change(written(func, args, kwargs))
             return func(*args, **kwargs)
-        self.autocast, self._call = any_autocast(), next_call()
+        self.autocast = any_autocast()
+        if self.autocast:
+            self._call = next_call()
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
         changes = kwargs.get("out") is not None and RULES[CHANGING]
@@ -322,13 +324,13 @@ class Capture(TorchFunctionMode):
 
         What is replaced is computed from nothing that was itself replaced: backward would nest too deeply.
         """
-        waiting, mark.waiting = mark.waiting, []
+        waiting, mark.waiting = mark.waiting, ()
         for ref in waiting:
             stored = ref()
             if stored is None or stored.replaced or stored.stays:
                 continue
             if not stored.recompute.is_free():
-                mark.waiting.append(ref)
+                mark.waiting = (*mark.waiting, ref)
                 continue
             leaves = list(stored.recompute.leaves())
             if any(leaf.replaced for leaf in leaves) or not self.is_as_near(stored, leaves):
@@ -447,7 +449,8 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
-    held.free_passed(saved.last)
+    if saved.last < held.first:
+        held.free_passed(saved.last)
     return saved.unpack()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 
 import torch
@@ -21,6 +21,7 @@ from .quantising import Quantising, policy_of
 class _Entered(threading.local):
     def __init__(self) -> None:
         self.captures: list[Capture | None] = []  # None: a context that does nothing
+        self.paused: list[list[Capture]] = []
 
 
 _entered = _Entered()
@@ -109,16 +110,20 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             ) from error
 
 
-@contextmanager
-def baseline() -> Iterator[None]:
-    """Enter a context inside of `saving` in which autograd saves as without it."""
-    paused = []
-    try:
+class _Baseline(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        paused: list[Capture] = []
+        _entered.paused.append(paused)
         for capture in reversed(_entered.captures):
             if capture is None or not capture.pause():
                 break
             paused.append(capture)
-        yield
-    finally:
-        for capture in reversed(paused):
+
+    def __exit__(self, *error: object) -> None:
+        for capture in reversed(_entered.paused.pop()):
             capture.resume()
+
+
+def baseline() -> AbstractContextManager[None]:
+    """Return a context inside of `saving` in which autograd saves as without it."""
+    return _Baseline()

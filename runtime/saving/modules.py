@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.runtime.torch_internals import in_functorch_transform, is_tracing
+from fitact.runtime.torch_internals import is_tracing
 
-Context = Callable[[], AbstractContextManager[Any]]  # makes the context of a call; picklable, as the module is
+Context = AbstractContextManager[Any]  # of each call; picklable, as the module is
 # Calls its first argument with the others, now and again in backward; picklable.
 Checkpoint = Callable[..., Any]
 CONTEXT, CHECKPOINT = "_fitact_context", "_fitact_checkpoint"  # the attributes of a module that have these
@@ -67,13 +67,11 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any)
 
 
 def _in_context(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    as_it_is = (
-        not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_functorch_transform() or is_tracing()
-    )
+    as_it_is = not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_tracing()
     context = None if as_it_is else vars(module).get(CONTEXT)
     if context is None:
         return forward(*args, **kwargs)
-    with context():
+    with context:
         return forward(*args, **kwargs)
 
 

@@ -127,6 +127,7 @@ class Recompute:
         operands: the tensors among the arguments, in their order.
         unsaved: the tensors that nothing else stored yet when this was made, by the identity of their marks.
         work: bytes that are written to compute it.
+        layout: the tensor's.
         sums: how many sums are in a row.
         holds: whether it refers, directly or not, to tensors that nothing else stored.
         waits: how many computations are in a row that wait for one tensor to be stored.
@@ -148,8 +149,8 @@ class Recompute:
     """
 
     __slots__ = (
-        *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_layout"),
-        *("_storage", "holds", "largest", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
+        *("__weakref__", "_args", "_autocast", "_computed", "_function", "_kwargs", "holds"),
+        *("largest", "layout", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
     )
 
     def __init__(
@@ -163,54 +164,57 @@ class Recompute:
         changes: int = 0,
     ) -> None:
         storage = output.untyped_storage()
-        self._function, self._hooks, self._storage = function, hooks, None if changes else storage
+        self._function, own = function, None if changes else storage
         self.operands: list[Operand] = []
         self.unsaved: dict[int, Operand] | None = None
         self.size = self.largest = self.work = storage.nbytes()
         self.sums = self.waits = 0
         self.holds = False
         self._computed: Callable[[], Computed | None] | None = None
-        self._args = self._taken(args)
-        self._kwargs = dict(zip(kwargs, self._taken(kwargs.values()), strict=True)) if kwargs else kwargs
+        self._args = self._taken(args, hooks, own)
+        self._kwargs = (
+            dict(zip(kwargs, self._taken(kwargs.values(), hooks, own), strict=True)) if kwargs else kwargs
+        )
         self.sums += function in cheap.SUMS
-        del self._storage, self._hooks
         if not self.operands or self.size != output.nbytes or self.work > MOST * self.largest or self.sums > SUMS:
             raise Unsuitable
-        self._refer()
-        self.version, self._layout = version_of_saved(output) + changes, layout_of(output)
+        if self.unsaved is not None:
+            self._refer()
+        self.version, self.layout = version_of_saved(output) + changes, layout_of(output)
         self._autocast = None
         if autocast:
             device = output.device.type
             dtype = active_autocast(device)
             self._autocast = None if dtype is None else (device, dtype)
 
-    def _taken(self, arguments: Iterable[Any]) -> list[Any]:
+    def _taken(self, arguments: Iterable[Any], hooks: Hooks | None, own: torch.UntypedStorage | None) -> list[Any]:
         """Return arguments with operands in place of tensors; nothing in them can change."""
         taken: list[Any] = []
         for argument in arguments:
             kind = type(argument)
             if kind is Tensor or isinstance(argument, Tensor):
-                taken.append(self._operand(argument))
+                taken.append(self._operand(argument, hooks, own))
             elif kind in CONSTANT:
                 taken.append(argument)
             elif kind is Operand:
                 self.operands.append(argument)
                 taken.append(argument)
             elif isinstance(argument, tuple | list):
-                taken.append(list(self._taken(argument)) if kind is list else tuple(self._taken(argument)))
+                parts = self._taken(argument, hooks, own)
+                taken.append(parts if kind is list else tuple(parts))
             elif isinstance(argument, Number) or (kind is slice and _is_constant(argument)):
                 taken.append(argument)
             else:  # an array, say, which may change
                 raise Unsuitable
         return taken
 
-    def _operand(self, tensor: Tensor) -> Operand:
+    def _operand(self, tensor: Tensor, hooks: Hooks | None, own: torch.UntypedStorage | None) -> Operand:
         if tensor.layout is not torch.strided:
             raise Unsuitable
         storage = tensor.untyped_storage()
-        if storage is self._storage or tensor.is_inference():
+        if storage is own or tensor.is_inference():
             raise Unsuitable
-        mark, version, layout = marked(tensor, self._hooks, storage), version_of_saved(tensor), layout_of(tensor)
+        mark, version, layout = marked(tensor, hooks, storage), version_of_saved(tensor), layout_of(tensor)
         if not mark.is_of(tensor, version) or tensor.is_neg():
             raise Unsuitable
         operand = Operand(mark, version, layout)
@@ -242,8 +246,6 @@ class Recompute:
 
         Otherwise it can be recomputed only if something else stores them later.
         """
-        if self.unsaved is None:
-            return
         pays = self.pays()
         self.holds = self.holds or pays
         for operand in self.operands:
@@ -256,8 +258,7 @@ class Recompute:
 
     def pays(self) -> bool:
         """Return whether storing what it needs takes less than its value."""
-        adds = self.adds()
-        return not self.unsaved or adds < self.size
+        return self.unsaved is None or self.adds() < self.size
 
     def adds(self) -> float:
         """Return the bytes that storing what it needs adds to what is stored."""
@@ -322,9 +323,9 @@ class Recompute:
             device, dtype = self._autocast or (max(tensors, key=Tensor.dim).device.type, None)
             with torch.autocast(device, dtype, enabled=dtype is not None):
                 made = self._function(*args, **kwargs)
-        if layout_of(made) == self._layout:
+        if layout_of(made) == self.layout:
             return made
-        size, stride, _ = self._layout
+        size, stride, _ = self.layout
         return torch.empty_strided(size, stride, dtype=made.dtype, device=made.device).copy_(made)
 
 
@@ -362,7 +363,8 @@ class Computed(Made):
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""
-        return in_layout(self.made(), layout)
+        tensor = self.made()
+        return tensor if layout == self.recompute.layout else in_layout(tensor, layout)
 
 
 class Reading:

@@ -31,6 +31,7 @@ Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns wha
 
 
 def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a cheap call of a function that may be asked to change its input."""
     given = len(args) > 1 or kwargs.get("inplace")  # most calls have but a tensor
     if given and FLAGS.get(func) == "inplace" and written(func, args, kwargs):
         return _changing(capture, func, args, kwargs, (func, (), {**named(func, args, kwargs), "inplace": False}))
@@ -56,7 +57,7 @@ def _cumsum(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[
     """Make a call of a cumulative sum; a GPU adds up a single row in any order."""
     x = args[0] if args else kwargs.get("input")
     single = isinstance(x, Tensor) and x.numel() == max(x.shape, default=1)
-    return (Capture.plain if single else _cheap)(capture, func, args, kwargs)
+    return (Capture.plain if single else Capture.cheap)(capture, func, args, kwargs)
 
 
 def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -229,11 +230,12 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
     return F.batch_norm(x, mean, var, **given)
 
 
-RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
+RULES |= {each: _cheap if each in FLAGS else Capture.cheap for each in cheap.CHEAP_FUNCTIONS}
+RULES |= dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES |= dict.fromkeys(cheap.named("cumsum"), _cumsum)
 RULES |= dict.fromkeys((F.hardtanh, F.normalize, torch.norm, Tensor.norm), _by_position)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
-RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
+RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: Capture.cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)
