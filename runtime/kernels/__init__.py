@@ -31,9 +31,6 @@ from .ops import KERNEL_DEVICES as KERNEL_DEVICES
 from .ops import differentiable as differentiable
 from .recompute import ATTRIBUTE as ATTRIBUTE
 from .recompute import KernelRecompute as KernelRecompute
-from .reference import COLUMNS as COLUMNS
-from .reference import ROWS as ROWS
-from .reference import TILE as TILE
 from .reference import arithmetic_dtype as arithmetic_dtype
 from .registry import Backward as Backward
 from .registry import Forward as Forward

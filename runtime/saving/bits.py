@@ -1,15 +1,12 @@
-"""Masks in one bit an element, in the layout of codes of one bit (`ops.reference`).
+"""Masks in one bit an element.
 
-The last tile of the bits ends where its elements do: a mask of n elements takes at most n bytes, and n/8 if n is a
-multiple of a tile.
+Bit r of the bytes is the r-th eighth of the elements. Fewer than eight may be left; these follow as they are.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from fitact.runtime.kernels import COLUMNS, ROWS, TILE
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -20,45 +17,30 @@ def pack(mask: Tensor) -> Tensor:
 
     """
     flat = mask.as_strided((mask.numel(),), (1,)).view(torch.uint8)
-    whole, rest = divmod(len(flat), TILE)
-    words = flat.new_empty(whole * COLUMNS + min(rest, COLUMNS))
-    if whole:
-        _words(flat[: whole * TILE], words[: whole * COLUMNS].view(whole, 1, COLUMNS))
+    size, rest = divmod(len(flat), 8)
+    bits = flat.new_empty(size + rest)
+    rows = flat[: 8 * size].view(8, size)
+    fours = torch.add(rows[:4], rows[4:], alpha=16)
+    twos = torch.add(fours[:2], fours[2:], alpha=4)
+    torch.add(twos[0], twos[1], alpha=2, out=bits[:size])
     if rest:
-        tile = torch.nn.functional.pad(flat[whole * TILE :], (0, TILE - rest))
-        words[whole * COLUMNS :] = _words(tile).view(-1)[:rest]
-    return words
+        bits[size:] = flat[8 * size :]
+    return bits
 
 
-def _words(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the words of whole tiles, (tiles, 1, COLUMNS): bit r belongs to row r."""
-    rows = flat.view(-1, ROWS, COLUMNS)
-    fours = torch.add(rows[:, :4], rows[:, 4:], alpha=16)
-    twos = torch.add(fours[:, :2], fours[:, 2:], alpha=4)
-    return torch.add(twos[:, :1], twos[:, 1:], alpha=2, out=out)
-
-
-def unpack(words: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+def unpack(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """Return the mask that was packed, bool.
 
     Args:
-        words: what `pack` returned.
+        bits: what `pack` returned.
         shape: the mask's.
         stride: the mask's.
 
     """
-    size = shape.numel()
-    whole, rest = divmod(size, TILE)
-    flat = words.new_empty(size)
-    if whole:
-        _rows(words[: whole * COLUMNS], flat[: whole * TILE].view(-1, ROWS, COLUMNS))
+    size, rest = divmod(shape.numel(), 8)
+    flat = bits.new_empty(8 * size + rest)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
+    torch.bitwise_right_shift(bits[:size], shifts, out=flat[: 8 * size].view(8, size)).bitwise_and_(1)
     if rest:
-        columns = torch.nn.functional.pad(words[whole * COLUMNS :], (0, COLUMNS - min(rest, COLUMNS)))
-        flat[whole * TILE :] = _rows(columns).view(-1)[:rest]
+        flat[8 * size :] = bits[size:]
     return flat.view(torch.bool).as_strided(shape, stride)
-
-
-def _rows(words: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the bits of the words of whole tiles, (tiles, ROWS, COLUMNS), as zeros and ones."""
-    shifts = torch.arange(ROWS, dtype=torch.uint8, device=words.device)[:, None]
-    return torch.bitwise_right_shift(words.view(-1, 1, COLUMNS), shifts, out=out).bitwise_and_(1)
