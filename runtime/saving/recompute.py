@@ -178,8 +178,7 @@ class Recompute:
         self.sums += function in cheap.SUMS
         if not self.operands or self.size != output.nbytes or self.work > MOST * self.largest or self.sums > SUMS:
             raise Unsuitable
-        if self.unsaved is not None:
-            self._refer()
+        self._refer()
         self.version, self.layout = version_of_saved(output) + changes, layout_of(output)
         self._autocast = None
         if autocast:
@@ -246,6 +245,8 @@ class Recompute:
 
         Otherwise it can be recomputed only if something else stores them later.
         """
+        if self.unsaved is None:
+            return
         pays = self.pays()
         self.holds = self.holds or pays
         for operand in self.operands:
