@@ -721,12 +721,12 @@ def test_offload_in_cuda_graphs(error: str) -> None:
             actual = gradients(x, True)
         with torch.no_grad():
             x.copy_(other)
+        taken = [torch.full(x.shape, torch.nan, dtype=x.dtype).pin_memory() for _ in range(8)]
         for _ in range(3):
             graph.replay()
-            taken = [torch.full((2**22,), torch.nan).pin_memory() for _ in range(8)]
             gradients(other.detach().neg().requires_grad_(), True)
             graph.replay()
             torch.cuda.synchronize()
             assert all(map(same, actual, expected[0]))
-        del taken
+        assert all(each.isnan().all() for each in taken)
     assert all(offload.bytes == 0 for offload in _made.offloads.values())
