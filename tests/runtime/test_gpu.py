@@ -700,7 +700,7 @@ def test_offload(error: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("error", ["exact", "rounding"])
 def test_offload_in_cuda_graphs(error: str) -> None:
-    """Replays of a captured step give the gradients of eager steps, whatever pinned memory others take between."""
+    """Replays of a captured step give the gradients of eager steps, and write over no pinned memory of others."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU()) for _ in range(8))
