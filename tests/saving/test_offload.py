@@ -109,6 +109,17 @@ def test_a_slow_link(links: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.stalls > 0
 
 
+def test_copies_end_with_the_step(links: Any) -> None:
+    """As a CUDA graph demands; also those of memory that stays, since backward needs it at once."""
+    link = links(SLOW)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(DEPTH + 1)))
+    with saving(offload="all"):
+        y = model(WIDE)
+    assert [name for name, _ in link.log] == ["to host"] * DEPTH and link.running
+    y.sum().backward()
+    assert len(link.log) == DEPTH and not link.running
+
+
 def test_views_go_once(links: Any) -> None:
     link, x, w = links(FAST), WIDE.clone().requires_grad_(), torch.randn(192, 64, requires_grad=True)
     with saving(offload="all"):

@@ -25,7 +25,7 @@ class SimulatedLink:
         self.log: list[tuple[str, int]] = []  # names and bytes of copies
         self.violations: list[str] = []  # memory freed while a copy wrote it, or read it
         self._free = 0.0
-        self._running: deque[Copy] = deque()
+        self.running: deque[Copy] = deque()
         self._there: dict[str, list[Callable[[], Tensor | None]]] = {"to host": [], "to device": []}
 
     def alive(self, name: str) -> list[Tensor]:
@@ -36,8 +36,8 @@ class SimulatedLink:
 
     def _until(self, time: float) -> None:
         self.now = max(self.now, time)
-        while self._running and self._running[0].done <= self.now:
-            copy = self._running.popleft()
+        while self.running and self.running[0].done <= self.now:
+            copy = self.running.popleft()
             into, of = copy.into(), copy.of()
             if into is not None and of is not None:
                 into.copy_(of)
@@ -48,8 +48,8 @@ class SimulatedLink:
         self.log.append((name, of.nbytes))
         self._there[name] = [held for held in self._there[name] if held() is not None] + [ref(into)]
         self._free = max(self._free, self.now) + of.nbytes / self.bandwidth
-        self._running.append(Copy(name, self._free, ref(into), ref(of)))
-        return self._running[-1]
+        self.running.append(Copy(name, self._free, ref(into), ref(of)))
+        return self.running[-1]
 
     def to_host(self, memory: Tensor) -> tuple[Tensor, Any]:
         copy = torch.full_like(memory, 255)
