@@ -13,7 +13,7 @@ MARKED = re.compile(r"(<!-- gpu: (\w+) -->).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "**Nothing has been measured on a GPU yet.** `make gpu` does it on a machine that has one"
 SUMMARY = "LLaMA-7B"  # the model on README's first screen
 SUMMARISED = ("baseline", "exact", "rounding", "coarse", "checkpointing", "selective checkpointing")
-ANOTHER = ", in another run"
+ANOTHER = ", in another run"  # of variants that another machine measured, perhaps with a baseline of its own
 Row = dict[str, Any]
 Part = dict[str, Any]  # what a JSON has
 
@@ -99,19 +99,19 @@ def of_steps(rows: Sequence[Row], *, host: bool = True) -> list[str]:
     """Return a table for each model; `host` is whether it has the host's time and that of a CUDA graph."""
     tables = []
     for model, own in grouped(rows, "model", "ms").items():
-        baselines = {suffix_of(row): row for row in reversed(own) if row["variant"].startswith("baseline")}
-        pairs = [(row, baselines.get(suffix_of(row), own[0])) for row in own]
+        first = own[0]  # the baseline
+        another = next((row for row in own if row["variant"] == f"baseline{ANOTHER}"), first)
         cells = [
             (
                 row["variant"],
                 f"{row['ms']:.2f}",
                 *((number(row, "host_ms", ".2f"), number(row, "graphed_ms", ".2f")) if host else ()),
-                f"{row['ms'] / first['ms']:.2f}",
+                f"{row['ms'] / (another if row['variant'].endswith(ANOTHER) else first)['ms']:.2f}",
                 f"{row['saved_mib']:,.1f}",
                 number(row, "peak_mib", ",.1f"),
                 f"{row['peak_mib'] / first['peak_mib']:.2f}" if "peak_mib" in row else "—",
             )
-            for row, first in pairs
+            for row in own
         ]
         header = [
             model,
@@ -124,11 +124,6 @@ def of_steps(rows: Sequence[Row], *, host: bool = True) -> list[str]:
         ]
         tables.append(table(header, cells))
     return tables
-
-
-def suffix_of(row: Row) -> str:
-    """Return what a row of another run, on another machine, has at the end of its variant."""
-    return ANOTHER if row["variant"].endswith(ANOTHER) else ""
 
 
 def of_kernels(rows: Sequence[Row]) -> list[str]:

@@ -103,7 +103,7 @@ class Memory(Stored):
 
     _host: Tensor | None = None
     _leaving: Any = None  # when the copy to the host is done, while it runs
-    _stayed: Any = None  # the same of a copy that nothing reads, since the memory was needed too soon
+    _stayed: Any = None  # the same of memory that stays: nothing reads the copy
     _coming: Any = None  # when the copy back is, until something has waited for it
     _was_read = False  # in this pass: it does not come again ahead of its reader
 
@@ -140,7 +140,7 @@ class Memory(Stored):
             after_backward(self)
 
     def _make(self) -> Tensor:
-        if self._leaving is not None:
+        if self._leaving is not None:  # it is needed too soon, and stays
             self._host, self._leaving, self._stayed = None, None, self._leaving
         self._was_read = False
         self.come()

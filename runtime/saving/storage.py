@@ -87,7 +87,6 @@ class Mark:
     It holds the hooks outside weakly: those of a checkpoint hold the tensors that it recomputes.
 
     Attributes:
-        hooks: a weak reference to those outside of the context, None if there are none.
         known: weak references to what is stored of it.
         recompute: how to recompute it; None if that is unknown.
         casts: weak references to how to compute autocast's copies, by dtype and layout.
@@ -96,12 +95,12 @@ class Mark:
 
     """
 
-    __slots__ = ("_dtype", "casts", "hooks", "known", "oldest", "recompute", "waiting")
+    __slots__ = ("_dtype", "_hooks", "casts", "known", "oldest", "recompute", "waiting")
 
     def __init__(
         self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
     ) -> None:
-        self.hooks, self._dtype, self.oldest = hooks, dtype, oldest
+        self._hooks, self._dtype, self.oldest = hooks, dtype, oldest
         self.known: Sequence[Callable[[], Stored | None]] = ()
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
@@ -109,12 +108,12 @@ class Mark:
 
     def is_inside(self, hooks: Hooks | None) -> bool:
         """Return whether it was made inside of these hooks."""
-        return hooks is None if self.hooks is None else hooks is not None and self.hooks() == hooks
+        return hooks is None if self._hooks is None else hooks is not None and self._hooks() == hooks
 
     def changed(self, version: int) -> Mark:
         """Return what is known after a change of a tensor of this version, whether or not PyTorch counts it."""
         self.oldest = max(self.oldest, version) + 1  # for those who hold this mark
-        return Mark(self.hooks, self._dtype, self.oldest)
+        return Mark(self._hooks, self._dtype, self.oldest)
 
     def is_of(self, tensor: Tensor, version: int) -> bool:
         """Return whether all this is true of a tensor: not if it is complex, of another dtype, or counts anew."""
@@ -176,7 +175,7 @@ def marked(tensor: Tensor, hooks: Hooks | None, storage: torch.UntypedStorage | 
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
     storage = tensor.untyped_storage() if storage is None else storage
     mark: Mark | None = mark_of(storage)
-    if mark is None or (mark.hooks is not None if hooks is None else not mark.is_inside(hooks)):
+    if mark is None or not mark.is_inside(hooks):
         dtype = None if tensor.is_complex() else tensor.dtype
         mark = Mark(None if hooks is None else weakref.ref(hooks), dtype)
         set_mark(storage, mark)

@@ -135,6 +135,8 @@ def test_tables_of_a_gpu() -> None:
     rows = [
         common | {"variant": "baseline", "ms": 2.0, "host_ms": 1.0, "peak_mib": 2000.0},
         common | {"variant": "exact", "ms": 3.0, "host_ms": 2.5, "graphed_ms": 1.8, "peak_mib": 1000.0},
+        common | {"variant": "baseline, in another run", "ms": 4.0},
+        common | {"variant": "rounding, in another run", "ms": 5.0, "peak_mib": 500.0},
         {"model": "LLaMA-7B", "variant": "coarse", "error": "OutOfMemoryError: CUDA\nout of memory"},
         {"model": "ViT-L", "variant": "exact", "skipped": "no time left"},
     ]
@@ -145,6 +147,7 @@ def test_tables_of_a_gpu() -> None:
     assert "H100, today, commit unknown, torch 2.11.0." in steps and "H100, PyTorch 2.11.0, today" in summary
     assert "old" not in text
     assert "| exact | 3.00 | 2.50 | 1.80 | 1.50 | 10.0 | 1,000.0 | 0.50 |" in steps
+    assert "| rounding, in another run | 5.00 | — | — | 1.25 | 10.0 | 500.0 | 0.25 |" in steps
     assert "| exact | 3.00 | 1.50 | 10.0 | 1,000.0 | 0.50 |" in summary
     assert "- LLaMA-7B, coarse: `OutOfMemoryError: CUDA out of memory`" in steps
     assert "No time was left for 1 rows." in steps
