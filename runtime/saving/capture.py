@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ from .storage import (
     Mark,
     Small,
     Stored,
-    held,
     is_dense,
     is_leaf,
     is_parameter,
@@ -161,7 +161,8 @@ class Capture(TorchFunctionMode):
     @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or (rule := RULES[func]) is None:
+        idle = (rule := RULES[func]) is None and "liger_kernel" not in sys.modules
+        if idle or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         hooks = top_hooks() if torch.is_grad_enabled() else None
         if not hooks or hooks[0] is not self._pack:
@@ -173,7 +174,7 @@ class Capture(TorchFunctionMode):
         if "liger_kernel" in sys.modules:
             self._record_liger(args)
         changes = kwargs.get("out") is not None and RULES[CHANGING]
-        return (changes or rule)(self, func, args, kwargs)
+        return (changes or rule or Capture.plain)(self, func, args, kwargs)
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
         """Make a call as if the model had made it."""
@@ -261,12 +262,11 @@ class Capture(TorchFunctionMode):
         mark = marked(tensor, self.hooks, storage)
         if not mark.is_of(tensor, version):
             return self._stored(tensor)
-        stored = mark.same(tensor, version) if mark.known else None
+        stored = self.same(tensor, mark, version) if mark.known else None
         if stored is not None:
             stored.ours, stored.saved = False, True
             stored.readers += 1
-            stored.last = next_call() - 1
-            return Reading(stored, tensor, self.outside) if stored.replaced else stored
+            return self.computed(stored, tensor, self.current) if stored.replaced else stored
         if not grows and tensor.numel() < FEW:
             stored = self._stored(tensor)
             mark.add(stored)
@@ -292,6 +292,10 @@ class Capture(TorchFunctionMode):
             return self.store(tensor, mark, grows and not tensor.is_leaf)
         mark.add(stored)
         return stored
+
+    def same(self, tensor: Tensor, mark: Mark, version: int) -> Stored | None:
+        """Return how a tensor is stored already, by its mark; None if it is not."""
+        return mark.same(tensor, version)
 
     def store(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor, and say so on the mark of its memory.
@@ -447,11 +451,7 @@ class Capture(TorchFunctionMode):
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
 
-def unpack(saved: Stored | Reading) -> Tensor:
-    """Return what autograd saved."""
-    if saved.last < held.first:
-        held.free_passed(saved.last)
-    return saved.unpack()
+unpack: Callable[[Stored | Reading], Tensor] = methodcaller("unpack")  # returns what autograd saved
 
 
 def _of_shape(tensor: Tensor) -> Tensor:
@@ -561,8 +561,11 @@ FLAGS |= {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 FLAGS |= {F.embedding: "max_norm", F.embedding_bag: "max_norm"}
 _STATISTICS = "running_mean", "running_var"  # PyTorch does not count that it changes these
 WRITTEN = {"inplace": ("input",), "max_norm": ("weight",), "training": _STATISTICS, "use_input_stats": _STATISTICS}
-# Functions that save nothing and change no number, such as attributes.
-IDLE = ["__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "requires_grad_", "detach_"]
+# Functions that save nothing and change no number, such as attributes and views.
+IDLE = """
+    __get__ size dim numel stride is_floating_point detach detach_ requires_grad_ view view_as expand expand_as
+    transpose permute movedim unsqueeze squeeze unbind chunk split narrow
+"""
 
 
 def _is_in_place(name: str) -> bool:
@@ -575,7 +578,7 @@ class _Rules(dict[Any, Rule | None]):
     def __missing__(self, func: Any) -> Rule | None:
         name = getattr(func, "__name__", "").partition(".")[0]  # what follows is an operator's overload
         rule: Rule | None = Capture.writing if func in FLAGS else Capture.plain
-        if name in IDLE:
+        if name in IDLE.split():
             rule = None
         elif changes_arguments(func) if is_operator(func) else _is_in_place(name):
             rule = self[CHANGING]

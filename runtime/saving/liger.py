@@ -6,7 +6,6 @@ the function's tensors are stored.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -65,29 +64,16 @@ def _before(recompute: Recompute, _: Any) -> None:
         with quietly():
             computed.value = computed.made()
     for operand in recompute.operands:
-        if isinstance(operand.mark, _Saved):
-            operand.mark.stored_ref = None
-
-
-class _Saved(Mark):
-    """The mark of a tensor; only its storage is known, and autograd alone holds that."""
-
-    def __init__(self, stored: Stored) -> None:
-        super().__init__(None)
-        self.stored_ref: Callable[[], Stored | None] | None = weakref.ref(stored)
-
-    def stored(self, *_: Any) -> Stored | None:
-        """Return what is stored; None once autograd has freed it or a gate has written over it."""
-        return self.stored_ref and self.stored_ref()
+        operand.mark.known = ()
 
 
 def _operand(saved: Stored | Reading) -> Operand:
-    if isinstance(saved, Stored):
-        return Operand(_Saved(saved), saved.version, saved.layout)
-    made = saved.computed
+    """Return what reads a saved tensor; its mark is no memory's, and autograd alone holds what is stored."""
+    mark, made = Mark(None), saved if isinstance(saved, Stored) else saved.computed
     if isinstance(made, Computed):
-        return Operand(Mark(None), made.recompute.version, saved.layout, made.recompute)
-    return Operand(_Saved(made), made.version, saved.layout)
+        return Operand(mark, made.recompute.version, saved.layout, made.recompute)
+    mark.add(made)
+    return Operand(mark, made.version, saved.layout)
 
 
 def _gate(function: Any, shape: torch.Size, numbers: Sequence[float], *factors: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .blocks import BITS
-from .capture import Call, Capture, Function, call_of, is_plain
+from .capture import Call, Capture, Function, call_of
 from .recompute import Computed, Reading, Recompute
 from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter, quietly
 
@@ -170,18 +170,15 @@ class Quantising(Capture):
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
         self._last = None
-        stored: Stored | Reading | None = None
-        mark: Mark | None = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
-        version = version_of_saved(tensor)
-        if mark is not None and mark.is_inside(self.hooks) and mark.is_of(tensor, version):
-            least, jumps = self._least(self.current, tensor), self.current and self.current[0] in JUMPING
-            codes = (other for other in mark.alive(version) if type(other) is Quantised)
-            stored = next((each for each in codes if each.bits >= least or (each.signs and jumps)), None)
-            if stored is not None:
-                stored.readers += 1
-        if stored is None:
-            stored = super().pack(tensor)
+        stored = super().pack(tensor)
         return self.computed(stored, tensor, self.current) if type(stored) is Quantised else stored
+
+    def same(self, tensor: Tensor, mark: Mark, version: int) -> Stored | None:
+        """Return the codes of a tensor, if the call that saves it may read them, or what `Capture` does."""
+        least, jumps = self._least(self.current, tensor), self.current and self.current[0] in JUMPING
+        codes = (other for other in mark.alive(version) if type(other) is Quantised)
+        near = next((each for each in codes if each.bits >= least or (each.signs and jumps)), None)
+        return super().same(tensor, mark, version) if near is None else near
 
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised; what is stored as it is takes the place of its codes."""

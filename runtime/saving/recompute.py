@@ -31,6 +31,7 @@ from .storage import (
     Mark,
     Quantised,
     Stored,
+    held,
     in_layout,
     is_parameter,
     layout_of,
@@ -61,18 +62,17 @@ class Operand:
 
     """
 
-    __slots__ = ("grows", "later", "layout", "mark", "recompute", "tensor", "version", "weak")
+    later: Recompute | None = None  # of the class, as for `Made`
+    tensor: Tensor | None = None
+    weak: Callable[[], Tensor | None] | None = None
+    grows = False
 
     def __init__(self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None = None) -> None:
         self.mark, self.version, self.layout, self.recompute = mark, version, layout, recompute
-        self.tensor: Tensor | None = None
-        self.weak: Callable[[], Tensor | None] | None = None
-        self.later: Recompute | None = None
-        self.grows = False
 
     def is_stored(self) -> bool:
         """Return whether autograd stores the tensor by now, or what it is recomputed from."""
-        if self.mark.stored(self.version, self.layout) is not None:
+        if self.mark.known and self.mark.stored(self.version, self.layout) is not None:
             return True
         if self.later is not None and self.later.is_free():
             self.recompute, self.tensor = self.later, None
@@ -265,8 +265,13 @@ class Recompute:
         """Return the bytes that storing what it needs adds to what is stored."""
         if self.unsaved is None:
             return 0
-        self.unsaved = {key: each for key, each in self.unsaved.items() if not each.is_stored()} or None
-        return sum(map(Operand.bytes, self.unsaved.values())) if self.unsaved else 0
+        unsaved, total = {}, 0.0
+        for key, operand in self.unsaved.items():
+            if not operand.is_stored():
+                unsaved[key] = operand
+                total += operand.bytes()
+        self.unsaved = unsaved or None
+        return total
 
     def is_free(self) -> bool:
         """Return whether all that it needs is stored."""
@@ -378,17 +383,19 @@ class Reading:
 
     """
 
-    __slots__ = ("_guard", "_saved_at", "computed", "last", "layout")
+    __slots__ = ("_call", "_guard", "_saved_at", "computed", "layout")
 
     def __init__(self, computed: Computed | Stored, tensor: Tensor, outside: bool) -> None:
         self.computed, self.layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
-        self._guard, self.last = computed.guard, next_call() - 1
+        self._guard, self._call = computed.guard, next_call() - 1
         computed.saved = True
 
     def unpack(self) -> Tensor:
         """Return the tensor to autograd."""
+        if self._call < held.first:
+            held.free_passed(self._call)
         if self._guard is not None and version_of_saved(self._guard) != self._saved_at:
             raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
         differentiated = torch.is_grad_enabled()

@@ -84,9 +84,8 @@ class Watched:
 class Mark:
     """What is known of a tensor's memory.
 
-    It holds the hooks outside weakly: those of a checkpoint hold the tensors that it recomputes.
-
     Attributes:
+        hooks: those outside, weakly: those of a checkpoint hold the tensors that it recomputes.
         known: weak references to what is stored of it.
         recompute: how to recompute it; None if that is unknown.
         casts: weak references to how to compute autocast's copies, by dtype and layout.
@@ -95,25 +94,20 @@ class Mark:
 
     """
 
-    __slots__ = ("_dtype", "_hooks", "casts", "known", "oldest", "recompute", "waiting")
+    known: Sequence[Callable[[], Stored | None]] = ()  # of the class, as for `Made`
+    waiting: Sequence[Callable[[], Stored | None]] = ()
+    recompute: Any = None
+    casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
 
     def __init__(
         self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
     ) -> None:
-        self._hooks, self._dtype, self.oldest = hooks, dtype, oldest
-        self.known: Sequence[Callable[[], Stored | None]] = ()
-        self.recompute: Any = None
-        self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
-        self.waiting: Sequence[Callable[[], Stored | None]] = ()
-
-    def is_inside(self, hooks: Hooks | None) -> bool:
-        """Return whether it was made inside of these hooks."""
-        return hooks is None if self._hooks is None else hooks is not None and self._hooks() == hooks
+        self.hooks, self._dtype, self.oldest = hooks, dtype, oldest
 
     def changed(self, version: int) -> Mark:
         """Return what is known after a change of a tensor of this version, whether or not PyTorch counts it."""
         self.oldest = max(self.oldest, version) + 1  # for those who hold this mark
-        return Mark(self._hooks, self._dtype, self.oldest)
+        return Mark(self.hooks, self._dtype, self.oldest)
 
     def is_of(self, tensor: Tensor, version: int) -> bool:
         """Return whether all this is true of a tensor: not if it is complex, of another dtype, or counts anew."""
@@ -175,9 +169,9 @@ def marked(tensor: Tensor, hooks: Hooks | None, storage: torch.UntypedStorage | 
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
     storage = tensor.untyped_storage() if storage is None else storage
     mark: Mark | None = mark_of(storage)
-    if mark is None or not mark.is_inside(hooks):
-        dtype = None if tensor.is_complex() else tensor.dtype
-        mark = Mark(None if hooks is None else weakref.ref(hooks), dtype)
+    around = None if hooks is None else weakref.ref(hooks)
+    if mark is None or mark.hooks != around:
+        mark = Mark(around, None if tensor.is_complex() else tensor.dtype)
         set_mark(storage, mark)
     return mark
 
@@ -326,7 +320,6 @@ class Stored(Made):
 
     Attributes:
         version: how often it had been changed in place.
-        last: the number of the last node that reads it; its backward runs first.
         ours: whether no operation of the model saved it.
         needed: whether something is recomputed from it.
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
@@ -350,9 +343,9 @@ class Stored(Made):
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         # autograd reads a parameter as it is in backward, also if its data was replaced
         self._saved: Any = tensor if tensor.is_leaf else tensor.detach()
-        self.version, self.last = version_of_saved(tensor), next_call() - 1
+        self.version = version_of_saved(tensor)
         if hooks is not None:
-            self._hooks, self.first = hooks, self.last
+            self._hooks, self.first = hooks, next_call() - 1
 
     @property
     def layout(self) -> Layout:
@@ -387,20 +380,24 @@ class Stored(Made):
         if self.instead is not None:
             value: Tensor = self.instead.unpack()
             return value
-        return self.value()
+        if not self.replaced:
+            return self.value()
+        if self._guard is not None and version_of_saved(self._guard) != self.version:
+            raise self._changed(self._guard)
+        with quietly():
+            return self.read(self.layout)
 
     def value(self) -> Tensor:
-        """Return the tensor; raises RuntimeError if it was changed in place."""
+        """Return the tensor as it is stored; raises RuntimeError if it was changed in place."""
         if self._hooks is not None:
             return self._unpacked(self.layout)
         tensor: Tensor = self._saved
-        counts = self._guard if self.replaced else tensor
-        if counts is not None and version_of_saved(counts) != self.version:
-            raise RuntimeError(CHANGED.format(version_of_saved(counts), self.version))
-        if self.replaced:
-            with quietly():
-                return self.read(self.layout)
+        if version_of_saved(tensor) != self.version:
+            raise self._changed(tensor)
         return tensor
+
+    def _changed(self, counts: Tensor) -> RuntimeError:
+        return RuntimeError(CHANGED.format(version_of_saved(counts), self.version))
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the same memory.
@@ -561,7 +558,7 @@ class Slope(Bits):
     def unpack(self) -> Tensor:
         """Return the number where the mask is true, else 0; RuntimeError if the value was changed in place."""
         if version_of_saved(self._guard) != self.version:
-            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self.version))
+            raise self._changed(self._guard)
         return super().unpack()
 
 

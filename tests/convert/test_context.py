@@ -192,6 +192,13 @@ def test_gradients_that_are_not_exact() -> None:
     assert report.gradient.error > 0.9
 
 
+def test_gradients_are_compared_with_the_baseline_inside_of_a_context() -> None:
+    model = Model()
+    with fitact.saving("coarse"):
+        assert fitact.convert(model, example_inputs=X).gradient.error == 0
+        assert fitact.verify(model, X).same
+
+
 def test_gradients_that_cannot_be_compared() -> None:
     count, empty = itertools.count(1), torch.empty(512, WIDTH, device="meta")
     counts = built(lambda self, x: self.mlp(x) * next(count), mlp=Gated())

@@ -108,6 +108,9 @@ def trained(context: Any, function: Any, factors: str, dtype: torch.dtype) -> tu
 FUNCTIONS = {
     "gate": (lambda a, b, scale: LigerSiLUMulFunction.apply(a, b)),
     "gate with numbers": (lambda a, b, scale: LigerSiLUMulFunction.apply(a, b, 1.25, 0.5)),
+    "a view of a norm": (
+        lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 0.0, 0).unsqueeze(0).squeeze(0)
+    ),
     "LLaMA's norm": (lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 0.0, 0)),
     "Gemma's norm": (lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 1.0, 1)),
     "norm without a weight": (lambda a, b, scale: LigerRMSNormFunction.apply(a + b, None, 0.0, 0)),
