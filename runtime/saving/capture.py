@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -451,7 +450,9 @@ class Capture(TorchFunctionMode):
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
 
-unpack: Callable[[Stored | Reading], Tensor] = methodcaller("unpack")  # returns what autograd saved
+def unpack(saved: Stored | Reading) -> Tensor:
+    """Return what autograd saved."""
+    return saved.unpack()
 
 
 def _of_shape(tensor: Tensor) -> Tensor:

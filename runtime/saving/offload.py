@@ -177,7 +177,7 @@ class Offloaded(Stored):
         self._layout, self.version = layout_of(tensor), version_of_saved(tensor)
         self._counts: Tensor | None = version_guard(tensor)
 
-    def value(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Return the tensor; raises RuntimeError if it was changed in place."""
         if self._counts is not None and version_of_saved(self._counts) != self.version:
             raise RuntimeError(CHANGED.format(version_of_saved(self._counts), self.version))

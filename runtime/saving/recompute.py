@@ -62,13 +62,14 @@ class Operand:
 
     """
 
-    later: Recompute | None = None  # of the class, as for `Made`
-    tensor: Tensor | None = None
-    weak: Callable[[], Tensor | None] | None = None
-    grows = False
+    __slots__ = ("grows", "later", "layout", "mark", "recompute", "tensor", "version", "weak")
 
     def __init__(self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None = None) -> None:
         self.mark, self.version, self.layout, self.recompute = mark, version, layout, recompute
+        self.tensor: Tensor | None = None
+        self.weak: Callable[[], Tensor | None] | None = None
+        self.later: Recompute | None = None
+        self.grows = False
 
     def is_stored(self) -> bool:
         """Return whether autograd stores the tensor by now, or what it is recomputed from."""

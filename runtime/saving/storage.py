@@ -94,15 +94,16 @@ class Mark:
 
     """
 
-    known: Sequence[Callable[[], Stored | None]] = ()  # of the class, as for `Made`
-    waiting: Sequence[Callable[[], Stored | None]] = ()
-    recompute: Any = None
-    casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
+    __slots__ = ("_dtype", "casts", "hooks", "known", "oldest", "recompute", "waiting")
 
     def __init__(
         self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
     ) -> None:
         self.hooks, self._dtype, self.oldest = hooks, dtype, oldest
+        self.known: Sequence[Callable[[], Stored | None]] = ()
+        self.recompute: Any = None
+        self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
+        self.waiting: Sequence[Callable[[], Stored | None]] = ()
 
     def changed(self, version: int) -> Mark:
         """Return what is known after a change of a tensor of this version, whether or not PyTorch counts it."""
@@ -343,9 +344,9 @@ class Stored(Made):
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         # autograd reads a parameter as it is in backward, also if its data was replaced
         self._saved: Any = tensor if tensor.is_leaf else tensor.detach()
-        self.version = version_of_saved(tensor)
+        self.version, self._hooks = version_of_saved(tensor), hooks
         if hooks is not None:
-            self._hooks, self.first = hooks, next_call() - 1
+            self.first = next_call() - 1
 
     @property
     def layout(self) -> Layout:
@@ -376,25 +377,21 @@ class Stored(Made):
         return self
 
     def unpack(self) -> Tensor:
-        """Return the tensor to autograd."""
+        """Return the tensor, to autograd or to what reads it; raises RuntimeError if it was changed in place."""
+        tensor: Tensor | None = self._saved
+        if self._hooks is None and tensor is not None:
+            if version_of_saved(tensor) != self.version:
+                raise self._changed(tensor)
+            return tensor
         if self.instead is not None:
             value: Tensor = self.instead.unpack()
             return value
         if not self.replaced:
-            return self.value()
+            return self._unpacked(self.layout)
         if self._guard is not None and version_of_saved(self._guard) != self.version:
             raise self._changed(self._guard)
         with quietly():
             return self.read(self.layout)
-
-    def value(self) -> Tensor:
-        """Return the tensor as it is stored; raises RuntimeError if it was changed in place."""
-        if self._hooks is not None:
-            return self._unpacked(self.layout)
-        tensor: Tensor = self._saved
-        if version_of_saved(tensor) != self.version:
-            raise self._changed(tensor)
-        return tensor
 
     def _changed(self, counts: Tensor) -> RuntimeError:
         return RuntimeError(CHANGED.format(version_of_saved(counts), self.version))
@@ -413,7 +410,7 @@ class Stored(Made):
             if self._spoilt and version_of_saved(tensor) > self.version:
                 raise RuntimeError(SPOILT)
             return tensor
-        return in_layout(self.value() if self._copied is None else self._copied, layout)
+        return in_layout(self.unpack() if self._copied is None else self._copied, layout)
 
     def _unpacked(self, layout: Layout) -> Tensor:
         assert self._hooks is not None
@@ -505,10 +502,6 @@ class Compact(Stored):
         """Return the tensor to autograd."""
         with quietly():
             return self.read(self.layout)
-
-    def value(self) -> Tensor:
-        """Return the tensor."""
-        return self.read(self.layout)
 
 
 class Bits(Compact):
@@ -612,7 +605,7 @@ class Quantised(Stored):
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
-        return bool(self.sources[1].value().isfinite().all())
+        return bool(self.sources[1].unpack().isfinite().all())
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the memory."""
@@ -626,7 +619,7 @@ class Quantised(Stored):
                 source.drop()
 
     def _make(self) -> Tensor:
-        codes, scales, shifts = (source.value() for source in self.sources)
+        codes, scales, shifts = (source.unpack() for source in self.sources)
         return decode(codes, scales, shifts, self._shape, self._dtype)
 
     def can_read(self, layout: Layout) -> bool:

@@ -63,7 +63,7 @@ class Seen(saved_tensors_hooks):
         return actual
 
     def bytes(self) -> int:
-        return sum(part.value().nbytes for each in self.quantised for part in each.sources)
+        return sum(part.unpack().nbytes for each in self.quantised for part in each.sources)
 
 
 @pytest.mark.parametrize("variant", CALLS)
