@@ -49,6 +49,7 @@ from .storage import (
     Mark,
     Small,
     Stored,
+    held,
     is_dense,
     is_leaf,
     is_parameter,
@@ -160,6 +161,7 @@ class Capture(TorchFunctionMode):
     @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # what Liger returns may be read first by a view
         idle = (rule := RULES[func]) is None and "liger_kernel" not in sys.modules
         if idle or torch.compiler.is_compiling():
             return func(*args, **kwargs)
@@ -265,6 +267,7 @@ class Capture(TorchFunctionMode):
         if stored is not None:
             stored.ours, stored.saved = False, True
             stored.readers += 1
+            stored.last = next_call() - 1
             return self.computed(stored, tensor, self.current) if stored.replaced else stored
         if not grows and tensor.numel() < FEW:
             stored = self._stored(tensor)
@@ -452,6 +455,8 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
+    if saved.last < held.first:
+        held.free_passed(saved.last)
     return saved.unpack()
 
 

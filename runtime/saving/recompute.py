@@ -31,7 +31,6 @@ from .storage import (
     Mark,
     Quantised,
     Stored,
-    held,
     in_layout,
     is_parameter,
     layout_of,
@@ -266,13 +265,8 @@ class Recompute:
         """Return the bytes that storing what it needs adds to what is stored."""
         if self.unsaved is None:
             return 0
-        unsaved, total = {}, 0.0
-        for key, operand in self.unsaved.items():
-            if not operand.is_stored():
-                unsaved[key] = operand
-                total += operand.bytes()
-        self.unsaved = unsaved or None
-        return total
+        self.unsaved = {key: each for key, each in self.unsaved.items() if not each.is_stored()} or None
+        return sum(map(Operand.bytes, self.unsaved.values())) if self.unsaved else 0
 
     def is_free(self) -> bool:
         """Return whether all that it needs is stored."""
@@ -384,19 +378,17 @@ class Reading:
 
     """
 
-    __slots__ = ("_call", "_guard", "_saved_at", "computed", "layout")
+    __slots__ = ("_guard", "_saved_at", "computed", "last", "layout")
 
     def __init__(self, computed: Computed | Stored, tensor: Tensor, outside: bool) -> None:
         self.computed, self.layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
-        self._guard, self._call = computed.guard, next_call() - 1
+        self._guard, self.last = computed.guard, next_call() - 1
         computed.saved = True
 
     def unpack(self) -> Tensor:
         """Return the tensor to autograd."""
-        if self._call < held.first:
-            held.free_passed(self._call)
         if self._guard is not None and version_of_saved(self._guard) != self._saved_at:
             raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
         differentiated = torch.is_grad_enabled()

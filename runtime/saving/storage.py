@@ -321,6 +321,7 @@ class Stored(Made):
 
     Attributes:
         version: how often it had been changed in place.
+        last: the number of the last node that reads it; its backward runs first.
         ours: whether no operation of the model saved it.
         needed: whether something is recomputed from it.
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
@@ -344,9 +345,9 @@ class Stored(Made):
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         # autograd reads a parameter as it is in backward, also if its data was replaced
         self._saved: Any = tensor if tensor.is_leaf else tensor.detach()
-        self.version, self._hooks = version_of_saved(tensor), hooks
+        self.version, self.last, self._hooks = version_of_saved(tensor), next_call() - 1, hooks
         if hooks is not None:
-            self.first = next_call() - 1
+            self.first = self.last
 
     @property
     def layout(self) -> Layout:

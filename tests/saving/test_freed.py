@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fitact
+from fitact.runtime.saving import storage
 from tests.support.blocks import built
 from tests.support.peak import peak_memory
 from tests.support.saving import agree, off, peaks
@@ -126,6 +127,23 @@ def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
         results.append(peak_memory(partial(PARTS[part], model, x), model)["total"])
         x.grad = None
     assert results[1] <= results[0]
+
+
+@pytest.mark.usefixtures("by_counts_alone")
+def test_what_no_node_reads_is_not_held_below() -> None:
+    trunk = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    x = torch.randn(512, 64, requires_grad=True)
+
+    def check(_: Tensor) -> None:
+        there = (ref() for ref in storage.held.tensors.values())
+        assert not any(made is not None and made._made is not None for made in there)
+
+    with fitact.saving():
+        gate = F.silu(trunk(x))
+        loss, unused = gate.square().sum(), gate.square().sum()
+    trunk[0].weight.register_hook(check)
+    loss.backward()
+    assert unused.requires_grad
 
 
 def test_peak_of_a_scan() -> None:
