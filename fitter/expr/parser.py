@@ -69,7 +69,8 @@ def text_of(expr: Expr, variable: str = "x") -> str:
     """Return a formula as text that `parse` reads, numbers that are no short fractions rounded to float64."""
     long = [number for number in expr.atoms(sympy.Rational) if number.q > MAX_DENOMINATOR]
     numbers = {number: sympy.sign(number) * sympy.Symbol(repr(abs(constant(number)))) for number in long}
-    return str(_Text().doprint(expr.xreplace({x: sympy.Symbol(variable), **numbers})))
+    with distribute(False):
+        return str(_Text().doprint(expr.xreplace({x: sympy.Symbol(variable), **numbers})))
 
 
 class _Text(StrPrinter):
@@ -97,7 +98,11 @@ class Parser(Syntax):
 
     def parse(self) -> Expr:
         """Return the formula."""
-        parsed = self.expression(self.tree(), 0)
+        with distribute(False):  # a*(x - b) multiplied out would lose what the sum cancels
+            parsed = self.expression(self.tree(), 0)
+        # a sign loses nothing
+        signs = [m for m in parsed.atoms(sympy.Mul) if len(m.args) == 2 and m.args[0] == -1 and m.args[1].is_Add]
+        parsed = parsed.xreplace({m: sympy.Mul(*m.args) for m in signs})
         if max(sizes(parsed)) > MAX_PARTS:
             raise UsageError(
                 f"{self.what}: too long: its derivatives, written out, would have more than {MAX_PARTS} parts"
@@ -236,12 +241,7 @@ class Parser(Syntax):
             if not number.is_number:
                 self.refuse(at, f"{key} of {name} is a number, without x")
             values[key] = constant(number)
-        formula = parse(entry.filled(entry.expression, values), what=name)
-        with distribute(False):  # u/alpha multiplied out would lose what a sum u cancels
-            formula = formula.xreplace({x: u})
-        # a sign loses nothing
-        signs = [m for m in formula.atoms(sympy.Mul) if len(m.args) == 2 and m.args[0] == -1 and m.args[1].is_Add]
-        return formula.xreplace({m: sympy.Mul(*m.args) for m in signs})
+        return parse(entry.filled(entry.expression, values), what=name).xreplace({x: u})
 
     def where(self, node: ast.Call, depth: int) -> Expr:
         """Return a conditional."""

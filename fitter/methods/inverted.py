@@ -106,7 +106,8 @@ def fit(
         The fit.
 
     Raises:
-        UsageError: f has no such fit, see `cells`, or none of at most 16 degrees is within 0.01 of f′.
+        UsageError: f has no such fit, see `cells`; none of at most 16 degrees is within 0.01 of f′; or in float32
+            its error is above 0.01 of the largest |f′|.
 
     Warns:
         FitWarning: floating point fails on the formula, see `float_check.problem`.
@@ -134,6 +135,12 @@ def fit(
         for sample in samples:
             fitted.append(_fitted(activation, sample, goals))
             progress((i + len(fitted) / len(samples)) / len(DTYPES))
+        steepest = max(np.max(np.abs(sample.derivative), initial=0.0) for sample in samples)
+        if dtype == "float32" and max(approximant.error for approximant in fitted) > REFUSED * steepest:
+            raise UsageError(
+                f"{activation}: its slopes are {steepest:.2g} at most, and the error is not far below: fit a "
+                "multiple of it with larger slopes, or give a smaller --tol"
+            )
         approximants[dtype] = tuple(fitted)
     options = {"family": "rational", "tol": tol}
     return record(

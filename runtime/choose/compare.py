@@ -285,7 +285,8 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
 
     which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else report.block_name
     text = [f"{report.model}: {_sizes(report)}", "", f"{which} saves {size(block)}{' bytes' if exact else ''}"]
-    text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
+    shares = [(kind, size(count), _percent(count / (block or 1))) for kind, count in report.block.items()]
+    text += columns(shares, "<>>")
     text += ["", *columns(_table(report, size), "<>>>>>>")]
     fixed = {"parameters": report.parameter_bytes, "gradients": report.gradient_bytes}
     fixed[report.optimizer] = report.optimizer_bytes

@@ -175,15 +175,15 @@ class _Graph:
             current = self.nodes[place]
             if is_pointwise(current) and elements(current) >= STATISTIC * elements(base):
                 return Reader("", "a statistic")
-            if _is_steep(current, passing, elements(base)):
-                return Reader("", "of a logarithm, root or sine")
+            if _is_steep(current, passing, elements(base)) or _divides(current, base):
+                return Reader("", "of a quotient, logarithm, root or sine")
             if is_operator(current.target) and schema_name(current.target).partition("::")[0] not in KNOWN:
                 return Reader("", "of an operator that is not known")
             reader = self._reads(current, passing)
             first = first or reader
             if reader is not None and reader.kind == "attention":
                 sharp, fused = True, fused or _attends(current)
-            if current not in passing and (reader is None or reader.kind == "activation"):
+            if current not in passing and (reader is None or reader.kind in ("activation", "gate")):
                 passing.add(current)
                 todo |= {self.places[user] for user in current.users}
         first = first or Reader("", "read by nothing that is quantised")
@@ -210,9 +210,7 @@ class _Graph:
             for factor in node.all_input_nodes
         ):
             return Reader("gate")
-        square = target is aten.pow.Tensor_Scalar and node.args[1] == 2  # of a norm
-        linear = getattr(target, "overloadpacket", None) in LINEAR or is_view(node) or square
-        return Reader("activation") if is_pointwise(node) and not linear else None
+        return Reader("activation") if is_pointwise(node) and not _is_linear(node) else None
 
     def _made(self, base: fx.Node) -> Reader | None:
         """Return the reader of what attention makes, or a softmax, or its maximum."""
@@ -241,6 +239,23 @@ def _is_steep(node: fx.Node, passing: Collection[fx.Node], size: int) -> bool:
         return False
     read = [source for source in node.all_input_nodes if source in passing]
     return any(STATISTIC * elements(base_of(source)) >= size for source in read)
+
+
+def _divides(node: fx.Node, base: fx.Node) -> bool:
+    """Return whether a node divides by sums and products of a tensor, which may be near 0, unlike 1 + exp(-x)."""
+    divisors = [node.args[1]] if node.target is aten.div.Tensor else []
+    while divisors:
+        divisor: Any = divisors.pop()
+        if divisor is base:
+            return True
+        if STATISTIC * elements(divisor) >= elements(base) and _is_linear(divisor):
+            divisors += divisor.all_input_nodes
+    return False
+
+
+def _is_linear(node: fx.Node) -> bool:
+    square = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2  # of a norm
+    return getattr(node.target, "overloadpacket", None) in LINEAR or is_view(node) or square
 
 
 def _maximises(node: fx.Node) -> bool:

@@ -36,10 +36,19 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> i
     return 2 * a.numel() * b.shape[-1] // groups
 
 
+def _attention(count: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of attention; PyTorch 2.9 counts none in which several heads of queries share a key's."""
+    shapes = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in args]
+    heads = max(shape[1] for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4)
+    wide = [(*shape[:1], heads, *shape[2:]) if isinstance(shape, torch.Size) else shape for shape in shapes]
+    return count(*wide, **kwargs)
+
+
 # PyTorch's counter of FLOPs does not know the products of experts, nor the fused attention of the CPU, whose
 # arguments begin as the GPU's do.
 FLOPS: dict[Any, Callable[..., int]] = {GROUPED: _grouped, **flop_registry}
 FLOPS |= {cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()}
+FLOPS |= {each: partial(_attention, FLOPS[each]) for each in FLOPS if "scaled_dot_product" in str(each)}
 
 # Operations that take about CURVED FLOPs for each element; the others count one.
 HEAVY = "exp", "erf", "tanh", "gelu", "silu", "sigmoid", "softmax", "mish", "softplus", "pow", "log", "sin", "cos"

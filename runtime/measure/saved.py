@@ -64,7 +64,7 @@ class SavedStorage:
     group: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Saved:
     """The distinct storages that autograd has saved so far.
 
@@ -84,6 +84,9 @@ class Saved:
     versions: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     times: Counter[int] = field(default_factory=Counter)
     place: Place | None = None
+
+    def __repr__(self) -> str:
+        return f"Saved({self.bytes:,} bytes in {len(self.records)} storages)"
 
     @property
     def bytes(self) -> int:

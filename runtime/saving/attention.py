@@ -59,7 +59,7 @@ def attention(
     tensors = [given.pop(name, None) for name in TENSORS]
     if tensors[-1] is None:
         tensors.pop()
-    if given.keys() != OPTIONS.keys() or not _is_plain(tensors):
+    if given.keys() != OPTIONS.keys() or not _is_plain(tensors) or _are_one(tensors):
         return None
     low, dtypes = active_autocast(tensors[0].device.type), [tensor.dtype for tensor in tensors]
     if low is not None:
@@ -85,6 +85,11 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
     return any(tensor.requires_grad for tensor in tensors) and all(
         tensor.numel() and tensor.dim() > 1 for tensor in tensors
     )
+
+
+def _are_one(tensors: Sequence[Any]) -> bool:
+    """Whether queries, keys and values are one tensor, whose gradients PyTorch sums in an order of its own."""
+    return tensors[0] is tensors[1] is tensors[2]
 
 
 def _casts_once(x: Tensor, dtype: torch.dtype) -> bool:
@@ -280,7 +285,7 @@ def recomputed(
     given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
     tensors = [given.pop(name, None) for name in TENSORS]
     some = [tensor for tensor in tensors if tensor is not None]
-    if given.keys() != OPTIONS.keys() or given["dropout_p"] or in_functorch_transform():
+    if given.keys() != OPTIONS.keys() or given["dropout_p"] or in_functorch_transform() or _are_one(tensors):
         return None
     if not all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in some):
         return None

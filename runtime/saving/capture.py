@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.kernels import ATTRIBUTE, KernelRecompute
 from fitact.runtime.torch_internals import (
-    FakeTensor,
     any_autocast,
     autocast_source,
     base_of,
@@ -41,7 +40,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .liger import compute_before_overwriting, is_known, liger_call
-from .recompute import Computed, Reading, Recompute, Unsuitable
+from .recompute import PLAIN, Computed, Reading, Recompute, Unsuitable
 from .storage import (
     Bits,
     Hooks,
@@ -115,6 +114,7 @@ class Capture(TorchFunctionMode):
         self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
         self.p = 0.0
+        self.holding: weakref.WeakSet[Recompute] | None = None  # what refers to tensors that nothing else stores
 
     def _observed(self, tensor: Tensor) -> Stored | Reading:
         stored = self.pack(tensor)
@@ -141,6 +141,8 @@ class Capture(TorchFunctionMode):
         finally:
             self._context.__exit__(*error)
             del self._pack, self._context  # which refer to this object: what it holds is freed with it
+            for recompute in self.holding or ():
+                recompute.let_go()
 
     def pause(self) -> bool:
         """Let autograd save tensors as they are, if these hooks are the innermost; returns whether they are.
@@ -161,8 +163,10 @@ class Capture(TorchFunctionMode):
     @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # what Liger returns may be read first by a view
-        idle = (rule := RULES[func]) is None and "liger_kernel" not in sys.modules
+        rule = RULES.get(func, Capture.plain)
+        if rule is Capture.plain and not torch.compiler.is_compiling():  # PyTorch 2.9 traces no `__missing__`
+            rule = RULES[func]
+        idle = rule is None and "liger_kernel" not in sys.modules  # what Liger returns may be read first by a view
         if idle or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         hooks = top_hooks() if torch.is_grad_enabled() else None
@@ -389,7 +393,9 @@ class Capture(TorchFunctionMode):
             sizes = [argument.shape for argument in arguments if isinstance(argument, Tensor)]
             if function in cheap.POOLING:
                 largest = max(math.prod(shape[-cheap.POOLING[function] :]) for shape in sizes)
-            elif function in cheap.INDEXING_FUNCTIONS:
+            elif function in cheap.INDEXING_FUNCTIONS and not (
+                function in cheap.EXTREMA and self._is_argument(tensor)
+            ):
                 largest = max(size for shape in sizes for size in shape)
             else:
                 return None
@@ -466,9 +472,6 @@ def _of_shape(tensor: Tensor) -> Tensor:
         return tensor.new_zeros(()).expand(tensor.shape)
 
 
-PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
-
-
 def is_plain(tensor: Any) -> bool:
     """Return whether a tensor's numbers are those in its memory, dense or a view, and it is of no user's class."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
@@ -504,6 +507,9 @@ def set_recompute(
             recompute = Recompute(function, args, kwargs, output, capture.hooks, autocast, version)
         except Unsuitable:
             return None
+        if recompute.holds:
+            capture.holding = capture.holding or weakref.WeakSet()
+            capture.holding.add(recompute)
         if not version:
             marked(output, capture.hooks).recompute = recompute
         return recompute
@@ -575,7 +581,7 @@ IDLE = """
 
 
 def _is_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE)
+    return (name.endswith("_") and not name.endswith("__")) or name in (*cheap.OPERATORS.split(), *cheap.IN_PLACE)
 
 
 class _Rules(dict[Any, Rule | None]):

@@ -38,6 +38,8 @@ IN_PLACE = {
     "__itruediv__": "div",
     "__ipow__": "pow",
 }
+# Others that do, by Python's operators.
+OPERATORS = "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __ifloordiv__"
 # What reads a tensor at indices: no index is as large as the largest size of the tensors it reads.
 INDEXING = """gather index_select __getitem__ index_add index_add_ scatter scatter_ scatter_add scatter_add_
     index_copy index_copy_ index_fill embedding topk sort max min kthvalue median mode __setitem__ index_put
@@ -71,6 +73,7 @@ PURE: Mapping[Function, Function] = {
     if hasattr(home, name)
 }
 INDEXING_FUNCTIONS = named(INDEXING)
+EXTREMA = named("max min")  # which read integers too, as the other of two tensors
 # What saves where in the last dimensions of its input a largest element is, and how many dimensions.
 POOLING: Mapping[Function, int] = {
     function: count
@@ -81,3 +84,4 @@ POOLING: Mapping[Function, int] = {
 PRODUCTS = named(_PRODUCTS)
 ADDING = named(_ADDING)
 SUMS = named("add __add__ __radd__")
+DIFFERENCES = named("sub subtract rsub __sub__ __rsub__")

@@ -18,7 +18,7 @@ from .capture import Capture, is_plain, unpack
 from .offload import Amount, offload_hooks
 from .quantising import DTYPES, FEW, STATISTIC, policy_of
 from .recompute import Reading
-from .storage import Quantised, Stored, is_dense, is_parameter, marked
+from .storage import Part, Quantised, Stored, is_dense, is_parameter, layout_of, marked
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -147,21 +147,22 @@ class WithoutMode(Capture):
         """Return the codes of a tensor's memory, once for all its views; None if it has to be stored as it is."""
         mark, version = marked(tensor, self.hooks), version_of_saved(tensor)
         for stored in mark.alive(version) if mark.is_of(tensor, version) else ():
-            if type(stored) is not Quantised:
+            if not isinstance(stored, Quantised):
                 return None  # it is stored already
-            if stored.bits >= bits:
+            if stored.bits >= bits and stored.can_read(layout_of(tensor)):
                 stored.readers += 1
                 return stored
         memory, base = tensor, base_of(tensor)
-        if not is_dense(tensor):
-            if base is not None and base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
+        kind = Quantised if base is not None or is_dense(tensor) else Part
+        if base is not None and not is_dense(tensor):
+            if base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
                 return None  # a part of a memory that was written to; what lies beside it may be anything
             elements, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
             columns = next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
             if rest or elements % columns:
                 return None
             memory = tensor.detach().as_strided((elements // columns, columns), (columns, 1), 0)
-        quantised = Quantised(memory, self.hooks, bits, signs=True)
+        quantised = kind(memory, self.hooks, bits, signs=True)
         if not tensor.requires_grad and not quantised.is_finite():
             return None  # a mask with -inf
         mark.add(quantised)

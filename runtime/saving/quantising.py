@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,14 +106,15 @@ _SMOOTH = """
 _SHARP = """
     abs __abs__ abs_ clamp clamp_ clamp_min clamp_max clip clip_ max min maximum minimum amax amin threshold
     softshrink hardshrink log log1p log2 log10 logit sqrt sqrt_ rsqrt rsqrt_ reciprocal addcdiv xlogy tan asin acos
-    atanh acosh atan2
+    atanh acosh atan2 prod
 """
 READING = frozenset(_KIND_OF) | cheap.CHEAP_FUNCTIONS | cheap.CAST_FUNCTIONS | cheap.PURE.keys()
 READING = (READING | cheap.named(_SMOOTH)) - cheap.named(_SHARP)
 NORMS = cheap.named("norm vector_norm normalize")  # sharp unless they are Euclidean
 QUOTIENTS = cheap.named("div div_ divide divide_ true_divide true_divide_ __div__ __truediv__ __itruediv__")
 ROOTS = cheap.named("sqrt rsqrt reciprocal") | POWERS | QUOTIENTS
-# These read at least SHARP bits, as attention does.
+AVERAGES = cheap.named("sum mean var std norm vector_norm")
+# These read codes only as fused attention does.
 SOFTMAXES = cheap.named("softmax softmin log_softmax logsumexp")
 
 
@@ -183,8 +184,9 @@ class Quantising(Capture):
     def added(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised; what is stored as it is takes the place of its codes."""
         quantised = self._quantised(tensor, mark) if grows else None
-        if quantised is not None:
-            return quantised
+        return self._exact(tensor, mark, grows) if quantised is None else quantised
+
+    def _exact(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         codes = [other for other in mark.alive(version_of_saved(tensor)) if type(other) is Quantised]
         stored = super().added(tensor, mark, grows)
         for other in codes:
@@ -204,22 +206,41 @@ class Quantising(Capture):
         func, args = call
         if func in POWERS and not _is_at_least_1(args[-1]):
             return math.inf
-        if func in JUMPING or (func in QUOTIENTS and tensor is args[-1]):
+        if func in JUMPING or (func in QUOTIENTS and tensor is args[1]):
             return math.inf
         if func in NORMS and not _is_euclidean(args[1:2]):
             return math.inf
-        if kind_of(func, args) != "attention":
-            return SHARP if func in SOFTMAXES else 0
-        return self._policy.get("attention", math.inf if call[0] in FUSED else SHARP)
+        fused = func in FUSED or func in SOFTMAXES
+        if kind_of(func, args) != "attention" and not fused:
+            return 0
+        return self._policy.get("attention", math.inf if fused else SHARP)
 
     def is_near_enough(self, recompute: Recompute, call: Call | None, tensor: Tensor) -> bool:
         """Return whether what a tensor is recomputed from is stored in bits enough for the call that saves it."""
         least = self._least(call, tensor)
-        if call is not None and call[0] in ROOTS and STATISTIC * recompute.size <= recompute.largest:
+        small = call is not None and call[0] in ROOTS and STATISTIC * recompute.size <= recompute.largest
+        if small and not AVERAGES.isdisjoint(recompute.functions()):
             return True  # of a mean, in which errors average out
-        if least:
-            recompute.is_free()  # which learns what is stored by now
-        return not least or all(leaf.bits >= least for leaf in recompute.leaves() if type(leaf) is Quantised)
+        if recompute.is_difference():  # which may be far smaller than its terms, and their errors
+            least = math.inf
+        if not least:
+            return True
+        recompute.is_free()  # which learns what is stored by now
+        rough = {leaf for leaf in recompute.leaves() if type(leaf) is Quantised and leaf.bits < least}
+        if not rough or call is None or self._policy.get(kind_of(*call) or ""):
+            return not rough
+        return self._store_exactly(rough, tensor.untyped_storage().nbytes())
+
+    def _store_exactly(self, coded: Collection[Quantised], most: int) -> bool:
+        """Store tensors that are in codes as they are, and return True, if that takes `most` bytes or fewer."""
+        tensors = [each.tensor_at_hand() for each in coded]
+        sizes = [math.inf if tensor is None else tensor.untyped_storage().nbytes() for tensor in tensors]
+        if sum(sizes) > most:
+            return False
+        for tensor in tensors:
+            assert tensor is not None
+            self._exact(tensor, mark_of(tensor.untyped_storage()), True)
+        return True
 
     def is_as_near(self, stored: Stored, leaves: Sequence[Stored]) -> bool:
         """Return whether a tensor is stored in no more bits than what it would be computed from."""

@@ -9,11 +9,12 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import (
+    FakeTensor,
     any_autocast,
     mark_of,
     next_call,
@@ -45,6 +46,8 @@ MOST, WIDER = 30, 12  # bytes that are recomputed for a byte of a tensor; before
 SUMS = 8
 # Of arguments that stay what they are: numbers, texts, and what PyTorch has by name.
 CONSTANT = frozenset(map(type, (None, True, 0, 0.0, "", ..., torch.float32, torch.strided, torch.preserve_format)))
+PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
+CHAIN = 100  # tensors in a row, each computed from the one before
 WAITS = 4  # computations in a row that wait for a tensor to be stored
 
 
@@ -131,6 +134,7 @@ class Recompute:
         sums: how many sums are in a row.
         holds: whether it refers, directly or not, to tensors that nothing else stored.
         waits: how many computations are in a row that wait for one tensor to be stored.
+        chain: how many tensors are in a row that are known to be computed from each other.
         version: the tensor's.
 
     Args:
@@ -150,7 +154,7 @@ class Recompute:
 
     __slots__ = (
         *("__weakref__", "_args", "_autocast", "_computed", "_function", "_kwargs", "holds"),
-        *("largest", "layout", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
+        *("chain", "largest", "layout", "operands", "size", "sums", "unsaved", "version", "waits", "work"),
     )
 
     def __init__(
@@ -168,7 +172,7 @@ class Recompute:
         self.operands: list[Operand] = []
         self.unsaved: dict[int, Operand] | None = None
         self.size = self.largest = self.work = storage.nbytes()
-        self.sums = self.waits = 0
+        self.sums = self.waits = self.chain = 0
         self.holds = False
         self._computed: Callable[[], Computed | None] | None = None
         self._args = self._taken(args, hooks, own)
@@ -208,7 +212,8 @@ class Recompute:
         return taken
 
     def _operand(self, tensor: Tensor, hooks: Hooks | None, own: torch.UntypedStorage | None) -> Operand:
-        if tensor.layout is not torch.strided:
+        # a class of the user's computes as it likes
+        if tensor.layout is not torch.strided or not (type(tensor) in PLAIN or isinstance(tensor, nn.Parameter)):
             raise Unsuitable
         storage = tensor.untyped_storage()
         if storage is own or tensor.is_inference():
@@ -228,6 +233,7 @@ class Recompute:
             self.work += inner.work
             self.largest = max(self.largest, inner.largest)
             self.sums, self.waits = max(self.sums, inner.sums), max(self.waits, inner.waits)
+            self.chain = max(self.chain, inner.chain)
             if inner.unsaved:
                 self.unsaved = {**self.unsaved, **inner.unsaved} if self.unsaved else inner.unsaved
         elif is_parameter(tensor):
@@ -235,8 +241,11 @@ class Recompute:
         else:
             if inner is not None and current and inner.waits < WAITS and not inner.holds:
                 operand.later, self.waits = inner, max(self.waits, inner.waits + 1)
+            elif inner is not None and inner.chain >= CHAIN:
+                mark.recompute = inner = None  # a state that goes from step to step would hold all before
             operand.tensor, operand.grows = tensor, tensor.requires_grad and not tensor.is_leaf
             operand.weak = TensorWeakRef(tensor)
+            self.chain = max(self.chain, 0 if inner is None else inner.chain + 1)
             self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
         return operand
 
@@ -252,6 +261,12 @@ class Recompute:
         for operand in self.operands:
             if operand.tensor is not None and operand.weak is not None:
                 operand.tensor = operand.tensor.detach() if pays else None
+
+    def let_go(self) -> None:
+        """Refer to operands that nothing else stores no longer; then nothing is recomputed from them."""
+        for operand in self.operands:
+            if operand.weak is not None:
+                operand.tensor = None
 
     def _cuts(self, inner: Recompute) -> bool:
         """Return whether an operand had better be stored: it takes much to compute, and a wider tensor follows."""
@@ -302,6 +317,18 @@ class Recompute:
             unsaved.mark.wait(stored)
             stored.recompute, stored.first = self, stored.first or next_call() - 1
             waiting = unsaved.later
+
+    def functions(self) -> Iterator[Callable[..., Tensor]]:
+        """Return the functions that compute the tensor, the last one first."""
+        yield self._function
+        for operand in self.operands:
+            if operand.recompute is not None:
+                yield from operand.recompute.functions()
+
+    def is_difference(self) -> bool:
+        """Return whether the tensor is the difference of two of its size."""
+        shapes = [operand.layout[0] for operand in self.operands]
+        return self._function in cheap.DIFFERENCES and shapes == [self.layout[0]] * 2
 
     def leaves(self) -> Iterator[Stored]:
         """Return what is stored of the tensors from which this and its operands are computed."""

@@ -25,7 +25,7 @@ from .attention import RecomputedAttention, attention, recomputed
 from .capture import CHANGES, FLAGS, RULES, Capture, Function, change, is_plain, named, set_recompute, written
 from .loss import by_rows
 from .recompute import Operand
-from .storage import Stored, layout_of, marked
+from .storage import Stored, layout_of, marked, quietly
 
 Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns what another writes in place
 
@@ -156,10 +156,10 @@ def dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
         p: the probability of a 0.
 
     """
-    if not x.is_cuda:
+    if not x.is_cuda and (mask.dtype != torch.bool or x.element_size() == 2):
         return x * (mask.to(x.dtype).div_(1 - p) if mask.dtype == torch.bool else mask)
-    # the kernel rounds once too: its factor is of float32, computed from 1 - p of float32
-    keep = 1 - p if x.dtype == torch.float64 else c_float(1 - p).value
+    # a GPU's kernel rounds once too: its factor is of float32, computed from 1 - p of float32
+    keep = c_float(1 - p).value if x.is_cuda and x.dtype != torch.float64 else 1 - p
     return (x * mask).mul_(1 / keep)
 
 
@@ -214,8 +214,10 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
             None if statistic is None else (statistic.size(), statistic.dtype) for statistic in statistics
         ]
         function: Function = _batch_norm_again
-    else:
+    else:  # the model may change them before backward
         function = F.batch_norm
+        with quietly():
+            given |= {name: given[name].clone() for name in ("running_mean", "running_var")}
     if is_plain(output) and output.requires_grad:
         set_recompute(capture, output, function, (x,), given)
     return output

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.torch_internals import (
     FakeTensor,
@@ -35,6 +36,7 @@ from .bits import pack, unpack
 from .blocks import decode, encode
 
 Layout = tuple[torch.Size, tuple[int, ...], int]
+MANY = 32  # parts of one memory, each stored as itself, that are known
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
     "version {}; expected version {} instead"
@@ -115,8 +117,11 @@ class Mark:
         return tensor.dtype is self._dtype and version >= self.oldest
 
     def add(self, stored: Stored) -> None:
-        """Remember, weakly, what is stored of the memory."""
+        """Remember, weakly, what is stored of the memory; of many parts some will do."""
         alive = [ref for ref in self.known if ref() is not None] if self.known else ()
+        if len(alive) > MANY:
+            rest = [ref for ref in alive[MANY:] if (other := ref()) is not None and other.needed]
+            alive = [*alive[:MANY], *rest]
         self.known = (*alive, weakref.ref(stored))
 
     def alive(self, version: int) -> Iterator[Stored]:
@@ -599,10 +604,17 @@ class Quantised(Stored):
         n, columns = tensor.numel(), next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
         self._shape = (n // columns, columns) if n % columns == 0 else (n, 1)
         self._dtype, self.bits, self.signs, self.version = tensor.dtype, bits, signs, version_of_saved(tensor)
+        self._weak = TensorWeakRef(tensor)
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
         self.sources = [Stored(part, hooks).settle() for part in parts]
         self._outside, self.how = hooks, f"{bits} bits"
+
+    def tensor_at_hand(self) -> Tensor | None:
+        """Return the tensor, None if it is gone or was changed."""
+        tensor = self._weak()
+        mark = None if tensor is None else mark_of(tensor.untyped_storage())
+        return None if mark is None or self not in mark.alive(version_of_saved(tensor)) else tensor
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
@@ -651,6 +663,22 @@ class Quantised(Stored):
         self._read_from(computed)
 
 
+class Part(Quantised):
+    """A tensor that is no view, in codes of its own: of its memory, other parts count their changes themselves."""
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
+        super().__init__(tensor.contiguous(), hooks, bits, signs)
+        self.version, self._part = version_of_saved(tensor), layout_of(tensor)
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return the tensor."""
+        return self.made().view(layout[0])
+
+    def can_read(self, layout: Layout) -> bool:
+        """Return whether it is this part."""
+        return layout == self._part
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Enter a context in which autograd and modes of `torch.overrides` see no operation."""
@@ -677,4 +705,11 @@ def is_leaf(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, each once."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    step = 1
+    for stride, size in () if tensor.is_contiguous() else sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True

@@ -289,6 +289,7 @@ SHOWN = {
     "fewbit: yes: 1 to 4 bits|output: no|"
     "inverted: yes: 1 bit or more beside the output, if its 2 smooth pieces can be fitted",
     "x*exp(-x)": "PyTorch: none|fewbit: beyond the domain -10 10 an unbounded derivative is cut off",
+    "tan(x)": "fewbit: no: an unbounded derivative in the domain -10 10",
     "x + 2*sin(x)": ": too many roots to be counted|inverted: no: it has too many monotone pieces|"
     "toward +inf: +infinity, along no",
     "x*(atan(x)/pi + 1/2)": "arithmetic: in float32 it is|: 'atan(x)/pi + 1/2' cancels; write",

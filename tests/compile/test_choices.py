@@ -100,7 +100,7 @@ def scaled() -> nn.Module:
 
 SCORED = {"bmm: attention 8", "clone: attention 8", "addmm: activation 4"}
 ALL_OF_IT = SCORED | {"div: of a softmax", "bitwise_not: mask 1", "add: linear 4", "addmm: saved by the loss"}
-STEEP = {"addmm: of a logarithm, root or sine"}
+STEEP = {"addmm: of a quotient, logarithm, root or sine"}
 SIZE, IMAGE = (2, 128, 64), (4, 8, 16, 16)
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]]] = {
     "scores": (scored, SIZE, 0.9, SCORED | {"bmm: of a softmax"}),
@@ -118,6 +118,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[str]
     "sine": (lambda: Gelu(act=lambda x: torch.sin(30 * x) + F.gelu(x)), (128, 256), 0.9, STEEP),
     "log": (lambda: Gelu(act=lambda x: (x * x + 0.01).log()), (128, 256), 0.9, STEEP),
     "tanh": (lambda: Gelu(act=lambda x: torch.tanh(5 * x)), (128, 256), 1.0, {"tanh: linear 8", "add: linear 4"}),
+    "quotient": (lambda: Gelu(act=lambda x: F.gelu(x) / (x * x + 0.1)), (128, 256), 0.9, STEEP),
     "remainder": (lambda: Gelu(act=lambda x: torch.remainder(5 * x, 1) * x), (128, 256), 0.9, STEEP),
     "abs": (lambda: Gelu(act=lambda x: x.abs() + F.gelu(x)), (128, 256), 0.9, STEEP),
     "pooling": (lambda: Gelu(act=lambda x: F.max_pool1d(x[None], 3, 1, 1)[0] + F.gelu(x)), (128, 256), 0.9, STEEP),

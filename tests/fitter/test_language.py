@@ -5,7 +5,7 @@ import pytest
 
 from fitact.fitter.analysis import FLOAT32, Activation
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.expr import constant, evaluate, parse, stable, value, x
+from fitact.fitter.expr import constant, evaluate, parse, stable, text_of, value, x
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 from tests.support.literature import LITERATURE
 from tests.support.reals import MP, real
@@ -102,6 +102,17 @@ def test_arguments_of_activations_are_not_multiplied_out(text):
     at = np.array([-1.5 - 3e-9, -1.5 - 7e-6, -1.51, 2.5 - 1e-9, 2.49])
     values = [float(real(text)(MP.mpf(float(point)))) for point in at]
     assert Activation.of(text).value(at) == pytest.approx(values, rel=4 * 2.0**-52, abs=0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["tanh(1e4*(x - 3))", "-2*(x - 3)**2/3 - (x - 3)/7", "where(2*(x - 3) > 0, 5*(x - 3), 0)"]
+)
+def test_factors_are_not_multiplied_out(text):
+    """Nor are they by text that is read again; in float32 the value keeps its digits where the sum cancels."""
+    assert parse(text_of(parse(text))) == parse(text)
+    at = (3 + np.array([-6e-5, -2.4e-7, 4.8e-7, 1e-3])).astype(np.float32)
+    values = [float(real(text)(MP.mpf(float(point)))) for point in at]
+    assert FLOAT32.evaluate(parse(text), at, {}) == pytest.approx(values, rel=2e-6, abs=0.0)
 
 
 CHARACTER = "unexpected character"

@@ -190,8 +190,12 @@ def test_selective_recomputation_of_gpt3() -> None:
     assert terms["scores"] * 114 == sum(terms.values()) * 80
     assert round(100 * terms["scores"] / sum(terms.values())) == 70
 
-    model = models_reference.Block(nn.GELU(), heads, hidden, fused=False, dropout=0.1)
-    subject = prepare(from_callable(lambda: (model, torch.randn(1, seq, hidden))), batch=1, seq=seq)
+    def made() -> tuple[nn.Module, torch.Tensor]:
+        return models_reference.Block(nn.GELU(), heads, hidden, fused=False, dropout=0.1), torch.randn(
+            1, seq, hidden
+        )
+
+    subject = prepare(from_callable(made), batch=1, seq=seq)
     with subject.mode:
         flops = work_of(subject.run).flops
     assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7

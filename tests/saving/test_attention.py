@@ -75,6 +75,11 @@ def compared(case: str, setting: str, frozen: str = "", call: Callable[..., Tens
     return both_ways(partial(call, **options), *(tensor * 1 for tensor in leaves), autocast=autocast, **given)
 
 
+def cast_within(q: Tensor, mask: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return attend(*[q.half()] * 3, mask)
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("setting", DTYPES)
 @pytest.mark.parametrize("case", CASES)
@@ -91,6 +96,7 @@ def test_bits(case: str, setting: str, again: bool) -> None:
         *(("bias, dropout", frozen, attend) for frozen in ("q", "k", "v", "qk", "qkv", "b")),
         ("bias", "", lambda q, k, v, mask: attend(q, k, v, mask.float())),
         ("bias", "kv", lambda q, _, __, mask: attend(q, q, q, mask) + attend(q, q, q, mask)),
+        ("bias", "kv", lambda q, _, __, mask: cast_within(q, mask)),
     ],
 )
 def test_frozen_inputs_a_wider_bias_and_one_tensor_for_all(case: str, frozen: str, call: Any) -> None:

@@ -296,10 +296,76 @@ def nested(context: Context, leaf: Leaf) -> Tensor:
 
 @checked
 def dropped(context: Context, leaf: Leaf) -> Tensor:
-    a, b = leaf(40, 30), leaf(30, 60)
+    a, b, c = leaf(40, 30), leaf(30, 60), leaf(40, 60)
     with context():
         x = (a @ b).bfloat16()
-        return x.sin() + torch.native_dropout(x, 0.3, True)[0].sin()
+        wide = torch.native_dropout(c * 1, 0.45, True)[0].sin()  # whose factor is rounded after the mask
+        return x.sin() + torch.native_dropout(x, 0.3, True)[0].sin() + wide
+
+
+@checked
+def larger_ones(context: Context, leaf: Leaf) -> Tensor:
+    """Integers beside which a float is compared, which are no indices."""
+    x, y = leaf(128), torch.randint(-1000, 1000, (128,))
+    with context():
+        h = 300 * x
+        return torch.max(h, y).square() + torch.min(h, y).square()
+
+
+@checked
+def views_that_repeat(context: Context, leaf: Leaf) -> Tensor:
+    """Indices in windows that overlap, and one of several masks for all rows, have the bytes of their memory."""
+    x, y, index, masks = leaf(100, 4), leaf(2, 64), torch.randint(100, (64,)), torch.rand(2, 64) > 0.5
+    with context():
+        return (
+            x[index.unfold(0, 16, 4)[:4]].square().sum() + (y * 1).masked_fill(masks[1].expand(2, 64), 0).square()
+        )
+
+
+@checked
+def statistics(context: Context, leaf: Leaf) -> Tensor:
+    """Running ones that change between a norm that reads them and backward, inside of the context and later."""
+    x, w = leaf(8, 16, 20), leaf(20, 20)
+    norms = nn.BatchNorm1d(16).eval(), nn.BatchNorm1d(16).eval()
+    with context():
+        y = sum((norm(x * 1) @ w).square() for norm in norms)
+        torch.batch_norm(x, None, None, norms[0].running_mean, norms[0].running_var, True, 0.1, 1e-5, False)
+    norms[1].train()(x.detach())
+    return torch.as_tensor(y)
+
+
+class Tripled(Tensor):
+    """A tensor of the user's, whose products are others than PyTorch's, and no tensors of this class."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.mul:
+                return torch.mul(*(arg.as_subclass(Tensor) for arg in args)) * 3
+            return func(*args, **(kwargs or {}))
+
+
+@checked
+def products_of_a_class(context: Context, leaf: Leaf) -> Tensor:
+    x, other = leaf(4, 100), torch.randn(4, 100).as_subclass(Tripled)
+    with context():
+        h = x * 1
+        return torch.mul(h, other).sin() * h
+
+
+@checked
+def operators_in_place(context: Context, leaf: Leaf) -> Tensor:
+    """What they change is copied for what is recomputed from it."""
+    x, masks = leaf(32, 64), [torch.rand(32, 64) > 0.5 for _ in range(3)]
+    counts = torch.randint(1, 4, (32, 64), dtype=torch.int8)
+    with context():
+        h = x * 2
+        y = sum(((h + each).sin() for each in [*masks, counts]), h.sin())
+        masks[0] |= ~masks[0]
+        masks[1] &= False
+        masks[2] ^= True
+        counts <<= 1
+        return torch.as_tensor(y)
 
 
 def test_weights_of_another_device() -> None:

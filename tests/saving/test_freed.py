@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.runtime.saving import storage
+from fitact.runtime.saving.recompute import Recompute
+from fitact.runtime.torch_internals import mark_of
 from tests.support.blocks import built
 from tests.support.peak import peak_memory
 from tests.support.saving import agree, off, peaks
@@ -144,6 +146,33 @@ def test_what_no_node_reads_is_not_held_below() -> None:
     trunk[0].weight.register_hook(check)
     loss.backward()
     assert unused.requires_grad
+
+
+def test_what_is_cast_at_the_end_is_not_held_after_the_context() -> None:
+    """PyTorch holds the wide copy alone, which the context could have computed from the narrow one."""
+    narrow = list[StorageWeakRef]()
+    with fitact.saving():
+        logits = nn.Linear(32, 64, dtype=torch.bfloat16)(torch.randn(32, 32, dtype=torch.bfloat16))
+        narrow.append(StorageWeakRef(logits.untyped_storage()))
+        logits = logits.float()
+        assert not narrow[0].expired()
+    assert narrow[0].expired()
+
+
+def test_a_state_that_goes_from_step_to_step_holds_few_before() -> None:
+    layer, state = nn.Linear(8, 64), torch.zeros(64, 64)
+    for _ in range(400):
+        with fitact.saving():
+            state = state.detach() + layer(torch.randn(64, 8))
+    assert sum(type(each) is Recompute for each in gc.get_objects()) < 300
+
+
+def test_few_of_many_parts_are_looked_through() -> None:
+    h = torch.randn(1000, 64, requires_grad=True)
+    with fitact.saving():
+        h = h * 1
+        outputs = [part.sin() for part in h.unbind()]
+    assert len(mark_of(h.untyped_storage()).known) < 50 and len(outputs) == 1000
 
 
 def test_peak_of_a_scan() -> None:

@@ -109,6 +109,19 @@ def test_statistics_of_half_a_million_rows() -> None:
     assert [each.shape for several in seen.quantised.values() for each in several] == [x.shape]
 
 
+@pytest.mark.parametrize("make", [nn.GRUCell, nn.LSTMCell])
+def test_cells(make: Any) -> None:
+    """Their gates are parts of one memory that are no views: each counts its own changes."""
+    x, results = torch.randn(64, 128), []
+    for context in (nullcontext(), saved_tensors_hooks(*fitact.hooks())):
+        torch.manual_seed(0)
+        cell = make(128, 128)
+        with context:
+            y = torch.cat(tree_leaves(cell(x)))
+        results.append(torch.autograd.grad(y.square().sum(), [*cell.parameters()]))
+    assert LEAST < saving.off(*results[::-1]) < 2 * MOST
+
+
 def test_casts_of_weights_are_never_made_again() -> None:
     """A pair lives longer than a step, in which a parameter changes."""
     weights = []

@@ -225,6 +225,10 @@ EXACTLY: dict[str, Callable[[Tensor], Tensor]] = {
     "largest norm, normalised": lambda z: F.normalize(z, p=math.inf),
     "largest norm in torch.linalg": lambda z: torch.linalg.vector_norm(z, math.inf, dim=1),
     "sum of sizes": lambda z: z.norm(p=1, dim=1),
+    "product of all": lambda z: (z + 1).view(64, 16, 16).prod(-1),
+    "quotient with an option": lambda z: torch.div(torch.ones_like(z), z + 9, rounding_mode=None),
+    "picked column": lambda z: 1 / z.gather(1, torch.full((64, 1), 3)),
+    "softmax of large logits": lambda z: (30 * z).softmax(-1) * torch.arange(256.0),
 }
 
 
@@ -278,7 +282,7 @@ def test_slopes_that_jump(name: str) -> None:
 
 
 def test_a_softmax_of_large_logits() -> None:
-    """It reads 8 bits, where its logits are computed from what another function has had coded in 4."""
+    """With "coarse" it reads 8 bits, where its logits are computed from what was coded in 4 for another."""
     x, w = torch.randn(64, 256, requires_grad=True), torch.randn(64, 256)
 
     def call(x: Tensor) -> Tensor:
@@ -286,6 +290,29 @@ def test_a_softmax_of_large_logits() -> None:
         return 1e-6 * F.gelu(z).sum() + ((6 * z).softmax(-1) * w).sum()
 
     both_ways(call, x, error="coarse", most=0.1)
+
+
+@pytest.mark.parametrize(("error", "most"), [("rounding", 0.05), ("coarse", 0.6)])
+def test_a_small_difference(error: str, most: float) -> None:
+    """Of two views of one batch; it has codes of its own: its terms' may be as far off as it is large."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
+    x = torch.randn(128, 64)
+    noise = 0.1 * torch.randn(128, 64)
+    whole = built(lambda m, x: (m.model(x) - m.model(x + noise)).square().mean(), model=model)
+    both_ways(whole, x, error=error, most=most)
+
+
+def test_small_tensors_are_stored_exactly_in_place_of_large_ones() -> None:
+    """As in graph attention, where each pair of nodes has a logit, from one number of each."""
+    h, w = torch.randn(256, 32), torch.randn(32, 32, requires_grad=True)
+
+    def call(w: Tensor) -> Tensor:
+        z = h @ w
+        y, logits = F.elu(z), z[:, :16].sum(-1)[:, None] + z[:, 16:].sum(-1)
+        return torch.softmax(F.leaky_relu(logits, 0.2), -1) @ y
+
+    before, after = both_ways(call, w, error="rounding", most=0.02)
+    assert after < before / 4
 
 
 def test_a_tanh_of_large_numbers() -> None:

@@ -156,6 +156,8 @@ def _fewbit(f: Activation) -> str:
     if steps is not None:
         bits = max(len(steps).bit_length(), 1)
         return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function"
+    if any(map(math.isinf, f.derivative_range(low, high))):
+        raise UsageError(f"an unbounded derivative in the domain {low:g} {high:g}")
     if any(map(math.isinf, f.derivative_range())):
         return f"yes, but beyond the domain {low:g} {high:g} an unbounded derivative is cut off"
     return "yes: 1 to 4 bits"
