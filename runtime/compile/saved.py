@@ -255,7 +255,7 @@ def _divides(node: fx.Node, base: fx.Node) -> bool:
 
 def _is_linear(node: fx.Node) -> bool:
     square = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2  # of a norm
-    return getattr(node.target, "overloadpacket", None) in LINEAR or is_view(node) or square
+    return getattr(node.target, "overloadpacket", None) in LINEAR or is_view(node) or bool(square)
 
 
 def _maximises(node: fx.Node) -> bool:

@@ -163,8 +163,8 @@ class Capture(TorchFunctionMode):
     @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rule = RULES.get(func, Capture.plain)
-        if rule is Capture.plain and not torch.compiler.is_compiling():  # PyTorch 2.9 traces no `__missing__`
+        rule: Any = RULES.get(func, ...)
+        if rule is ... and not torch.compiler.is_compiling():  # PyTorch 2.9 traces no `__missing__`
             rule = RULES[func]
         idle = rule is None and "liger_kernel" not in sys.modules  # what Liger returns may be read first by a view
         if idle or torch.compiler.is_compiling():

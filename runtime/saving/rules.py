@@ -208,6 +208,8 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
     given = {"weight": None, "bias": None, "training": False} | named(func, args, kwargs)
     output = capture.writing(func, args, kwargs)
     x = given.pop("input")
+    if not (is_plain(output) and output.requires_grad):
+        return output
     if given["training"]:  # a dtype of running statistics other than the input's decides how PyTorch sums
         statistics = [given.pop(name) for name in ("running_mean", "running_var")]
         given["running"] = [
@@ -218,8 +220,7 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
         function = F.batch_norm
         with quietly():
             given |= {name: given[name].clone() for name in ("running_mean", "running_var")}
-    if is_plain(output) and output.requires_grad:
-        set_recompute(capture, output, function, (x,), given)
+    set_recompute(capture, output, function, (x,), given)
     return output
 
 
