@@ -285,8 +285,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
 
     which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else report.block_name
     text = [f"{report.model}: {_sizes(report)}", "", f"{which} saves {size(block)}{' bytes' if exact else ''}"]
-    shares = [(kind, size(count), _percent(count / (block or 1))) for kind, count in report.block.items()]
-    text += columns(shares, "<>>")
+    text += columns([(kind, size(count), _percent(count, block)) for kind, count in report.block.items()], "<>>")
     text += ["", *columns(_table(report, size), "<>>>>>>")]
     fixed = {"parameters": report.parameter_bytes, "gradients": report.gradient_bytes}
     fixed[report.optimizer] = report.optimizer_bytes
@@ -304,7 +303,7 @@ def _table(report: Report, size: Callable[[int], str]) -> list[tuple[str, ...]]:
             (
                 row.name,
                 size(row.bytes),
-                _percent(row.bytes / report.rows[0].bytes),
+                _percent(row.bytes, report.rows[0].bytes),
                 "" if row.replaced is None else f"{row.replaced} of {report.sites}",
                 _percent(row.flops) if again else "",
                 "" if not again else "-" if row.traffic is None else _percent(row.traffic),
@@ -314,8 +313,8 @@ def _table(report: Report, size: Callable[[int], str]) -> list[tuple[str, ...]]:
     return table
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def _percent(part: float, whole: float = 1) -> str:
+    return f"{100 * part / (whole or 1):.1f} %"  # of nothing, nothing
 
 
 def _sizes(report: Report) -> str:

@@ -191,9 +191,8 @@ def test_selective_recomputation_of_gpt3() -> None:
     assert round(100 * terms["scores"] / sum(terms.values())) == 70
 
     def made() -> tuple[nn.Module, torch.Tensor]:
-        return models_reference.Block(nn.GELU(), heads, hidden, fused=False, dropout=0.1), torch.randn(
-            1, seq, hidden
-        )
+        model = models_reference.Block(nn.GELU(), heads, hidden, fused=False, dropout=0.1)
+        return model, torch.randn(1, seq, hidden)
 
     subject = prepare(from_callable(made), batch=1, seq=seq)
     with subject.mode:
@@ -209,6 +208,12 @@ def test_storages_are_counted_once() -> None:
         for _ in range(50):
             (x * 1).sin()
     assert saved.bytes == 4000 + 4 * 997 + 50 * 4000
+    assert str(saved) == "Saved(207,988 bytes in 52 storages)"
+
+
+def test_a_step_that_saves_nothing_has_a_table() -> None:
+    report = measure(from_callable(lambda: (nn.Linear(4, 4), torch.randn(0, 4))), budgets=())
+    assert re.search(r"^baseline +0 ", str(report), re.MULTILINE)
 
 
 def test_by_module_by_operation_by_kind() -> None:

@@ -308,8 +308,7 @@ def larger_ones(context: Context, leaf: Leaf) -> Tensor:
     """Integers beside which a float is compared, which are no indices."""
     x, y = leaf(128), torch.randint(-1000, 1000, (128,))
     with context():
-        h = 300 * x
-        return torch.max(h, y).square() + torch.min(h, y).square()
+        return torch.max(300 * x, y).square() + torch.min(300 * x, y).sin()
 
 
 @checked
@@ -317,9 +316,8 @@ def views_that_repeat(context: Context, leaf: Leaf) -> Tensor:
     """Indices in windows that overlap, and one of several masks for all rows, have the bytes of their memory."""
     x, y, index, masks = leaf(100, 4), leaf(2, 64), torch.randint(100, (64,)), torch.rand(2, 64) > 0.5
     with context():
-        return (
-            x[index.unfold(0, 16, 4)[:4]].square().sum() + (y * 1).masked_fill(masks[1].expand(2, 64), 0).square()
-        )
+        z = (y * 1).masked_fill(masks[1].expand(2, 64), 0)
+        return x[index.unfold(0, 16, 4)[:4]].square().sum() + z.square()
 
 
 @checked

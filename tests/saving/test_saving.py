@@ -227,7 +227,6 @@ EXACTLY: dict[str, Callable[[Tensor], Tensor]] = {
     "sum of sizes": lambda z: z.norm(p=1, dim=1),
     "product of all": lambda z: (z + 1).view(64, 16, 16).prod(-1),
     "quotient with an option": lambda z: torch.div(torch.ones_like(z), z + 9, rounding_mode=None),
-    "picked column": lambda z: 1 / z.gather(1, torch.full((64, 1), 3)),
     "softmax of large logits": lambda z: (30 * z).softmax(-1) * torch.arange(256.0),
 }
 
@@ -292,14 +291,25 @@ def test_a_softmax_of_large_logits() -> None:
     both_ways(call, x, error="coarse", most=0.1)
 
 
-@pytest.mark.parametrize(("error", "most"), [("rounding", 0.05), ("coarse", 0.6)])
-def test_a_small_difference(error: str, most: float) -> None:
+def test_a_small_difference() -> None:
     """Of two views of one batch; it has codes of its own: its terms' may be as far off as it is large."""
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
     x = torch.randn(128, 64)
     noise = 0.1 * torch.randn(128, 64)
     whole = built(lambda m, x: (m.model(x) - m.model(x + noise)).square().mean(), model=model)
-    both_ways(whole, x, error=error, most=most)
+    both_ways(whole, x, error="coarse", most=0.6)
+
+
+def test_an_inverse_of_picked_elements() -> None:
+    """It is no mean, though it has few elements."""
+    index = torch.arange(512)[:, None] % 64
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        y = F.gelu(m.one(x)) * m.other(x)
+        return (1 / y.gather(1, index)).tanh().mean() + y.mean()
+
+    model = built(call, one=nn.Linear(64, 64), other=nn.Linear(64, 64))
+    both_ways(model, torch.randn(512, 64), error="rounding", most=0.03)
 
 
 def test_small_tensors_are_stored_exactly_in_place_of_large_ones() -> None:
