@@ -164,12 +164,6 @@ class Mark:
         waiting = (stored for ref in self.waiting if (stored := ref()) is not None)
         return sum(0 if stored.replaced or stored.stays else stored.recompute.size for stored in waiting)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
 
 def marked(tensor: Tensor, hooks: Hooks | None, storage: torch.UntypedStorage | None = None) -> Mark:
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""

@@ -21,6 +21,7 @@ from torch.func import grad
 import fitact
 from fitact.base import UsageError
 from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.saving import nbytes
 from tests.support import saving
 from tests.support.blocks import CALLS, MLP, MODELS, Read, built
 from tests.support.saving import X, both_ways, differences, observed, pair, saved_bytes, train
@@ -162,6 +163,42 @@ def test_what_is_quantised(name: str) -> None:
     _, after = both_ways(lambda v, w: call(x @ v, x @ w), *weights, error="rounding", most=0.02)
     numbers, scales = 64 * 128, 5 * 64
     assert after == x.nbytes + quantised * (numbers + scales) + whole * 4 * numbers
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(nn.Parameter, 8), (Tensor.requires_grad_, 32)])
+def test_products_with_parameters_are_linear_layers(kind: Callable[[Tensor], Tensor], bits: int) -> None:
+    x, w, v = torch.randn(64, 32), torch.randn(32, 128, requires_grad=True), kind(torch.randn(128, 8))
+    _, after = both_ways(lambda w, v: x @ w @ v, w, v, bits={"linear": 8}, most=0.02)
+    assert after - x.nbytes - v.nbytes == (nbytes((64, 128), 8) if bits == 8 else 4 * 64 * 128)
+
+
+def test_statistics_are_stored_exactly() -> None:
+    """One number for each row of 64, though they are many."""
+    x, w, v = (torch.randn(shape, requires_grad=shape[0] == 32) for shape in ((4096, 32), (32, 1), (32, 64)))
+    _, after = both_ways(lambda w, v: (x @ w) * (x @ v), w, v, error="rounding", most=0.02)
+    assert after - x.nbytes == 4 * 4096 + nbytes((4096, 64), 8)
+
+
+def test_slopes_of_changed_inputs() -> None:
+    """A ReLU that stores the slope of codes in bits raises as PyTorch does, which saved the input."""
+    w = torch.randn(64, 128, requires_grad=True)
+    with fitact.saving("rounding"):
+        h = torch.randn(64, 64) @ w
+        y = F.gelu(h) + F.relu6(h)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.grad_fn.next_functions[1][0](torch.ones_like(y))
+
+
+def test_saved_tensors_read_by_hand() -> None:
+    """Outside of a backward pass; a tensor that two functions read is then computed for each reading."""
+    x = torch.randn(8, requires_grad=True)
+    with fitact.saving():
+        y = (z := F.gelu(x)).sin() * z
+    assert torch.equal(y.grad_fn._saved_other, z)
+    assert torch.equal(y.grad_fn._saved_other, z)
+    expected = torch.autograd.grad((z := F.gelu(x)).sin() * z, x, torch.ones(8))
+    assert not differences(expected, torch.autograd.grad(y, x, torch.ones(8)))
 
 
 # What a logarithm, a root, an inverse or a quotient reads of a sigmoid.
