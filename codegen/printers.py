@@ -44,16 +44,11 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
     unused: set[Expr] = set()
     while True:
         printer = _Printer(dialect, variable)
-        for node in _repeated(formula):
-            if node not in unused:
-                printer.shorten(node)
-                printer.name(node)
-        printer.shorten(formula)
-        result = printer.text(formula)
-        texts = " ".join([result, *(text for _, text in printer.steps)])
-        names = set(re.findall(r"\bu\d+\b", texts))
+        named = {node: printer.name(node) for node in _repeated(formula) if node not in unused}
+        result, _ = printer.short(formula)
+        used = set(re.findall(r"\bu\d+\b", " ".join([result, *(text for _, text in printer.steps)])))
         # a condition is printed as a comparison and a power as a division: their parts may be steps without a use
-        more = {node for node, name in printer.known.items() if name not in names}
+        more = {node for node, name in named.items() if name not in used}
         if not more:
             break
         unused |= more
@@ -134,21 +129,15 @@ def _repeated(formula: Expr) -> list[Expr]:
 
 
 class _Printer:
-    """One printing: the texts of nodes, and the steps that come first.
-
-    A text is made once, and again when a part of it gets a name.
-    """
+    """One printing: the texts of nodes, and the steps that come first."""
 
     def __init__(self, dialect: Dialect, variable: str) -> None:
         self.dialect = dialect
         self.variable = variable
         self.steps: list[tuple[str, str]] = []
-        self.known: dict[Expr, str] = {}  # subformulas that have a name already
-        self.parts: dict[Expr, list[Expr]] = {}  # the parts of a sum or product, after some became a step
-        self.printed: dict[Expr, tuple[str, int]] = {}
-        self.above: dict[Expr, set[Expr]] = {}  # node → nodes whose texts contain its text
-        self.below: dict[Expr, list[Expr]] = {}  # node → nodes whose texts its text contains, in order
-        self.open: list[Expr] = []  # the nodes that are being printed
+        self.printed: dict[Expr, tuple[str, int]] = {}  # of nodes that cost something; a step's text is its name
+        self.parts: list[Expr] = []  # such nodes in the text that is being made
+        self.cuts = False  # whether sums in that text are cut where a line ends
 
     def text(self, node: Expr, binding: int = SUM) -> str:
         """Return the text of a node, in parentheses if it binds looser than `binding`."""
@@ -157,96 +146,43 @@ class _Printer:
 
     def node(self, node: Expr) -> tuple[str, int]:
         """Return the text of a node, and how strongly it binds."""
-        if self.open:
-            self.above.setdefault(node, set()).add(self.open[-1])
-            self.below[self.open[-1]].append(node)
-        if node in self.known:
-            return self.known[node], CALL
+        if not _costs(node):
+            return self.made(node)
         if node not in self.printed:
-            self.below[node] = []
-            self.open.append(node)
-            self.printed[node] = self.made(node)
-            self.open.pop()
+            self.printed[node] = self.short(node)
+        self.parts.append(node)
         return self.printed[node]
 
-    def name(self, node: Expr) -> None:
-        """Make a node a step."""
+    def step(self, text: str) -> str:
+        """Make a text a step, and return its name."""
         name = f"u{len(self.steps)}"
-        self.steps.append((name, self.text(node)))
-        self.known[node] = name
-        self.forget(node)
+        self.steps.append((name, text))
+        return name
 
-    def forget(self, node: Expr) -> None:
-        """Forget the texts that contain the text of a node."""
-        for parent in self.above.pop(node, ()):
-            if self.printed.pop(parent, None):
-                self.forget(parent)
+    def name(self, node: Expr) -> str:
+        """Make a node a step, and return its name."""
+        name = self.step(self.text(node))
+        self.printed[node] = name, CALL
+        return name
 
-    def shorten(self, node: Expr) -> None:
-        """Make steps of parts of a node until its text fits into a line, or nothing can make it shorter.
+    def short(self, node: Expr) -> tuple[str, int]:
+        """Return the same made anew, in a line: its longest parts become steps, as many as it takes.
 
-        In the innermost part that is too long, the longest part that fits becomes a step. In a sum or product of
-        names, as many as fit become a step. Each step makes the text shorter, so this ends.
+        Where only names are left, the first terms of a sum become a step, as many as fit.
         """
-        whole: set[Expr] = set()
-        while len(self.text(node)) > MAX_LENGTH:
-            at = node
-            while long := [n for n in self.inside(at) if self.length(n) > MAX_LENGTH and n not in whole]:
-                at = long[0]
-            least = len(f"u{len(self.steps)}") + 2
-            fitting = [n for n in self.inside(at) if _costs(n) and least <= self.length(n) <= MAX_LENGTH]
-            if fitting:
-                self.name(max(fitting, key=self.length))
-            elif not self.cut(at):
-                if at == node:
-                    return
-                whole.add(at)
-
-    def inside(self, node: Expr) -> list[Expr]:
-        """Return the nodes without a name whose texts the text of a node contains, outer ones first."""
-        parts: dict[Expr, None] = {}
-        todo = self.below[node][::-1]
-        while todo:
-            part = todo.pop()
-            if part not in parts and part not in self.known:
-                parts[part] = None
-                todo += self.below[part][::-1]
-        return list(parts)
-
-    def length(self, node: Expr) -> int:
-        return len(self.text(node))
-
-    def cut(self, node: Expr) -> bool:
-        """Make a step of the first parts of a sum or a product, as many as fit; return False if there are none."""
-        if not (node.is_Add or node.is_Mul):
-            return False
-        parts = self.parts_of(node)
-        if node.is_Add:
-            kinds = [(1, parts)]
-        else:  # numerators, or denominators
-            moving = [part for part in parts if varies(part)]
-            kinds = [
-                (sign, [factor for factor in moving if _is_divisor(factor) == (sign < 0)]) for sign in (1, -1)
-            ]
-        for power, chosen in kinds:
-            for count in range(len(chosen) - 1, 1, -1):
-                first = [part**power for part in chosen[:count]]
-                text = self.sum(first) if node.is_Add else self.product(first)[0]
-                if len(text) <= MAX_LENGTH:
-                    step = sympy.Dummy()
-                    self.known[step] = f"u{len(self.steps)}"
-                    self.steps.append((self.known[step], text))
-                    self.parts[node] = [step**power, *(part for part in parts if part not in chosen[:count])]
-                    del self.printed[node]
-                    self.forget(node)
-                    return True
-        return False
-
-    def parts_of(self, node: Expr) -> list[Expr]:
-        """Return the terms of a sum or the factors of a product, in the order of their texts."""
-        if node in self.parts or not node.is_Add:
-            return self.parts.get(node, list(node.args))
-        return list(atoms.terms(node))
+        outer = self.parts, self.cuts
+        self.cuts = False
+        while True:
+            self.parts = []
+            made = self.made(node)
+            if len(made[0]) <= MAX_LENGTH or self.cuts:
+                break
+            lengths = {part: len(self.printed[part][0]) for part in self.parts}
+            self.cuts = max(lengths.values(), default=0) < len(f"u{len(self.steps)}") + 2
+            if not self.cuts:
+                self.name(max(lengths, key=lengths.__getitem__))
+        self.parts, self.cuts = outer
+        return made
 
     def made(self, node: Expr) -> tuple[str, int]:
         if node.is_Symbol:
@@ -254,9 +190,9 @@ class _Printer:
         if not varies(node):
             return number(atoms.constant(node))
         if node.is_Add:
-            return self.sum(self.parts_of(node)), SUM
+            return self.sum(atoms.terms(node)), SUM
         if node.is_Mul:
-            return self.product(self.parts_of(node))
+            return self.product(node.args)
         if node.is_Pow:
             return self.power(node)
         if isinstance(node, atoms.Where):
@@ -270,14 +206,14 @@ class _Printer:
         return self.dialect.functions[node.func].format(self.text(node.args[0])), CALL
 
     def sum(self, terms: Sequence[Expr]) -> str:
-        result = ""
-        for term in terms:
-            if not result:
-                result = self.text(term)
-            elif term.could_extract_minus_sign():
-                result += f" - {self.text(-term, PRODUCT)}"
-            else:
-                result += f" + {self.text(term, PRODUCT)}"
+        first, *others = terms
+        result = self.text(first)
+        for term in others:
+            minus = term.could_extract_minus_sign()
+            piece = f" - {self.text(-term, PRODUCT)}" if minus else f" + {self.text(term, PRODUCT)}"
+            if self.cuts and len(result) + len(piece) > MAX_LENGTH:
+                result = self.step(result)
+            result += piece
         return result
 
     def product(self, factors: Sequence[Expr]) -> tuple[str, int]:
