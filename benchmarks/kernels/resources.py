@@ -29,17 +29,15 @@ def kernels() -> Iterator[tuple[str, Any]]:
     """Yield the shipped kernels with their names."""
     for file in sorted((ROOT / "generated" / "fits").glob("*.json")):
         name, method = file.stem, json.loads(file.read_text())["method"]
+        own = find(importlib.import_module(f"fitact.generated.{name}")._KEY)
         if method.startswith("learned"):
-            formula = find(importlib.import_module(f"fitact.generated.{name}")._KEY)
-            wide = any(number.channel for number in formula.numbers)
+            wide = any(number.channel for number in own.numbers)
             for pass_, place in product(("forward", "backward"), ("last", "image") if wide else ("one",)):
-                yield f"{name} {pass_} {place}", LearnedKernel(name, pass_, formula, place)
-        elif method.startswith("gate"):
-            for pass_ in ("forward", "backward"):
-                yield f"{name} {pass_}", GateKernel.of(name, pass_)
+                yield f"{name} {pass_} {place}", LearnedKernel(pass_, own, place)
         else:
+            kind = GateKernel if method.startswith("gate") else Kernel
             for pass_ in ("forward", "backward"):
-                yield f"{name} {pass_}", Kernel.of(name, pass_)
+                yield f"{name} {pass_}", kind(pass_, own)
     for bits, pass_ in product(BITS, ("encode", "decode")):
         yield f"blocks{bits} {pass_}", BlockKernel(bits, pass_)
     for kind, columns, pass_ in product(("layer", "rms"), NORMS, ("forward", "backward")):

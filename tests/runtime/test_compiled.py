@@ -47,7 +47,7 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
 def test_compiled_ahead_of_time(case: Generated, x: str, y: str, target: str) -> None:
     """Neither spills nor shared memory; vectors of 16 bytes, of 8 where a thread's share of a row is no more."""
     for pass_ in ("forward", "backward"):
-        kernel, forward = Kernel.of(case.name, pass_), pass_ == "forward"
+        kernel, forward = Kernel(pass_, find(case.key)), pass_ == "forward"
         asm = kernel.compile(x, target, y).asm
         load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if forward else ((y, x), (x, y))))
         assert {load, store} <= {8, 16} and (max(load, store) == 16 or case.bits == 4)
@@ -88,7 +88,7 @@ def test_kernels_load_nothing_but_their_arguments(case: Generated, y: str) -> No
     x = "fp32" if case.saves_output else y
     rows = 1 + case.saves_output
     for pass_, loads, stores in (("forward", 2, 2 + case.bits), ("backward", 2 * rows + case.bits, 2)):
-        ttir = Kernel.of(case.name, pass_).compile(x, "sm_90", y).asm["ttir"]
+        ttir = Kernel(pass_, find(case.key)).compile(x, "sm_90", y).asm["ttir"]
         assert (ttir.count("tt.load"), ttir.count("tt.store")) == (loads, stores)
 
 
@@ -100,7 +100,7 @@ OF_GATES = full(product(("bf16", "fp32"), TARGETS, PASSES), {("bf16", "sm_90", "
 def test_gates(dtype: str, target: str, pass_: str) -> None:
     gate: Any = find(load(recomputed("geglu", "own_recompute"))._KEY)
     for view in (False, True):
-        actual = code(GateKernel("own_recompute", pass_, gate, view).compile(dtype, target).asm)
+        actual = code(GateKernel(pass_, gate, view).compile(dtype, target).asm)
         assert (actual.spills, actual.store) == (0, 16)
         if dtype == "bf16" and not view:
             assert actual.registers <= registers(f"geglu_recompute {pass_} {target}")
@@ -118,7 +118,7 @@ OF_LEARNED = [row for row in OF_LEARNED if CASES[row[0]].wide == (row[-1] != "on
 
 @pytest.mark.parametrize(("name", "pass_", "dtype", "target", "place"), full(OF_LEARNED, QUICK_LEARNED))
 def test_learned_numbers(name: str, pass_: str, dtype: str, target: str, place: str) -> None:
-    asm = LearnedKernel(name, pass_, find(learned_module(name)._KEY), place).compile(dtype, target).asm
+    asm = LearnedKernel(pass_, find(learned_module(name)._KEY), place).compile(dtype, target).asm
     assert "atomic" not in asm["ttir"]
     assert code(asm).spills == 0
 

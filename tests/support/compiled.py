@@ -1,6 +1,5 @@
 """Kernels compiled ahead of time, without a GPU: registers, spills, and the widths of accesses to memory."""
 
-import importlib
 import re
 import subprocess
 import tempfile
@@ -8,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +17,6 @@ from triton.compiler import ASTSource
 from fitact.runtime.kernels import tiles
 from fitact.runtime.kernels.launch import threads_of
 from fitact.runtime.kernels.norms import plan
-from fitact.runtime.kernels.registry import find
 from fitact.runtime.saving import blocks
 
 TARGETS = {
@@ -100,15 +98,10 @@ def compiled(function, kinds, dtype, target, threads, constants=MappingProxyType
 
 @dataclass(frozen=True)
 class OfModule:
-    """A kernel of a module, its pass, and the activation, gate or formula that it belongs to."""
+    """A kernel of a module: its pass, and the activation, gate or formula that it belongs to."""
 
-    module: str
     pass_: str
     registered: Any
-
-    @classmethod
-    def of(cls, module: str, pass_: str, *options: Any) -> Self:
-        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), *options)
 
 
 @dataclass(frozen=True)
@@ -131,15 +124,12 @@ class GateKernel(OfModule):
 
     view: bool = False
 
-    def threads(self, dtype: str) -> int:
-        return threads_of(FLOATS[dtype])
-
     def compile(self, dtype: str, target: str) -> Any:
         function = getattr(self.registered, self.pass_)
         rows = [name for name in function.arg_names if name.startswith(("width", "stride"))]
         kinds = {"n": "i64"} | dict.fromkeys(rows, "i32")
-        constants = {} if self.view else dict.fromkeys(rows)
-        return compiled(function, kinds, dtype, target, self.threads(dtype), constants, rows if self.view else ())
+        constants, multiples = ({}, rows) if self.view else (dict.fromkeys(rows), ())
+        return compiled(function, kinds, dtype, target, threads_of(FLOATS[dtype]), constants, multiples)
 
 
 @dataclass(frozen=True)
