@@ -37,7 +37,7 @@ def generators(model: nn.Module) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     state = random.getstate()
     numpy_state = numpy and numpy.random.get_state()
-    with torch.random.fork_rng(devices, enabled=True):
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:

@@ -57,7 +57,7 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         after = (1,) * (x.dim() - dim - 1)
         shapes = ((-1, *after) if number.numel() > 1 else () for number in numbers)
         columns = [number.to(dtype).reshape(shape) for number, shape in zip(numbers, shapes, strict=True)]
-        with torch.autocast(x.device.type, enabled=False):
+        with inputs.without_autocast(x.device.type):
             return inputs.like(formula.value(x.to(dtype), *columns).to(x.dtype), x)
     packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])
     order, dims = inputs.in_memory_order(x)

@@ -230,6 +230,8 @@ def test_parameters_are_named_and_start_as_declared() -> None:
         dyt.alpha += 1
     dyt.reset_parameters()
     assert float(dyt.alpha.detach()) == 0.5
+    with torch.no_grad():  # of a device that has no autocast
+        assert made("dyt", device="meta")(torch.empty(3, C, device="meta")).shape == (3, C)
     half = made("dyt", dtype=HALF)
     half(torch.randn(3, C, dtype=HALF)).sum().backward()
     assert {parameter.dtype for parameter in half.parameters()} == {HALF} == {half.gamma.grad.dtype}
