@@ -38,6 +38,7 @@ from tests.support.generated import Generated, backward_op, forward_op, patterns
 from tests.support.inverses import LOST, inverses, made
 from tests.support.learned import CASES, learned_module
 from tests.support.outputs import outputs
+from tests.support.rows import full
 from tests.support.steps import Shipped, shipped
 
 if INTERPRETED:
@@ -60,7 +61,6 @@ MANY = 2**22 if GPU else 2**14  # numbers of float32
 SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the interpreter is slow
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
 FORMULAS = {formula.name: formula for formula in values.FORMULAS}
-FULL = () if GPU else pytest.mark.full
 STEP = next(each for each in shipped() if each.name == "gelu_fewbit3")
 
 # Interpreted: each width, an even derivative, jumps, exact steps, quotients, published ones, closed forms.
@@ -74,14 +74,12 @@ QUICK = {*FEW, "hardswish_inverted2", "tanh_fewbit3", "own, two radicals"}
 
 def parametrised(names: Any, quick: Any, of: str = "name") -> pytest.MarkDecorator:
     """Parametrise by names; of the interpreted ones, those that are not quick run in the full product alone."""
-    return pytest.mark.parametrize(of, [pytest.param(name, marks=[] if name in quick else FULL) for name in names])
+    return pytest.mark.parametrize(of, full(names, names if GPU else quick), ids=str)
 
 
 every = parametrised(SHIPPED, QUICK)
 few = pytest.mark.parametrize("name", FEW)
-each_dtype = pytest.mark.parametrize(
-    "dtype", [pytest.param(dtype, marks=FULL if dtype == torch.float16 else ()) for dtype in DTYPES], ids=str
-)
+each_dtype = parametrised(DTYPES, (torch.bfloat16, torch.float32), "dtype")
 
 
 def shipped_function(name: str) -> Callable[..., torch.Tensor]:
@@ -204,7 +202,7 @@ def test_nothing_is_written_beyond_the_end(name: str) -> None:
 
 @few
 @each_dtype
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=FULL)])
+@parametrised((False, True), (False,), "compiled")
 def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None:
     """Any layout; the bytes that are stated are saved and no others; no value is fetched from the device."""
     torch._dynamo.reset()
