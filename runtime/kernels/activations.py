@@ -81,15 +81,12 @@ class Pointwise(Kernel):
         y = self.value(x).to(dtype)
         return y.clone() if y is x else y
 
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the codes of a contiguous tensor, uint8 (tiles · bits · COLUMNS,), for y in a dtype."""
-        if not self.bits:
-            return x.new_empty(0, dtype=torch.uint8)
-        return reference.encode(x, self.fitted(dtype)[0], self.bits, self.even)
-
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
         x, dtype = given.x, inputs.DTYPES[given.dtype]
-        return inputs.in_layout(lambda x: self.result(x, dtype), given.dims, x), self.encode(x, dtype)
+        y = inputs.in_layout(lambda x: self.result(x, dtype), given.dims, x)
+        if not self.bits:
+            return y, self.codes(given)
+        return y, reference.encode(x, self.fitted(dtype)[0], self.bits, self.even)
 
     def gradients(self, given: Backward) -> Two:
         dy, y = given.dy, given.saved
