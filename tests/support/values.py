@@ -4,7 +4,6 @@ For a unit roundoff u that is `roundings` · u · (|f| + |x f′|) + FLOOR, then
 within NEAR, the larger sum at x ± NEAR counts, because only absolute accuracy is promised there.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
@@ -87,15 +86,14 @@ FORMULAS = (
 )
 
 
-def each(formulas: Sequence[Formula]) -> pytest.MarkDecorator:
-    """Parametrise `formula`; interpreted, where tests/interpreted checks each function, with fewer."""
-    few = set(FORMULAS[: -len(WRITTEN)]) | set(FORMULAS[-len(WRITTEN) :: 8])
-    if INTERPRETED:
-        formulas, few = [*formulas][::2], set(FORMULAS[::4])
-    return pytest.mark.parametrize("formula", full(formulas, few), ids=lambda formula: formula.name)
-
-
-EACH = each(FORMULAS)
+# Parametrises `formula`; interpreted, where tests/interpreted checks each function, by fewer.
+EACH = pytest.mark.parametrize(
+    "formula",
+    full(FORMULAS[::2], FORMULAS[::4])
+    if INTERPRETED
+    else full(FORMULAS, FORMULAS[: -len(WRITTEN)] + FORMULAS[-len(WRITTEN) :: 8]),
+    ids=lambda formula: formula.name,
+)
 
 
 @shared
