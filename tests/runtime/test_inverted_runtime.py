@@ -30,7 +30,10 @@ def test_gradient_is_the_true_one_up_to_the_stated_error(case: Inverse, dtype: t
     assert bool(((dx.double() - true).abs() <= allowed)[known].all())
 
 
-FITTED = [inverse for inverse in inverses() if not inverse.name.endswith("_published")]
+# How far off f′ may be within 0.01 of the minimum, of the outputs that PyTorch computes in float32.
+NEARBY = {"gelu": 3e-4, "gelu_tanh": 3e-4, "hardswish": 2e-4, "mish": 3e-4, "quick_gelu": 2e-4}
+NEARBY |= {"serf": 4e-4, "silu": 2e-4}
+FITTED = [inverse for inverse in inverses() if inverse.plain in NEARBY and not inverse.name.endswith("_published")]
 
 
 @pytest.mark.parametrize("case", FITTED, ids=lambda each: each.name)
@@ -50,7 +53,7 @@ def test_float32_and_float64(case: Inverse, dtype: torch.dtype) -> None:
     assert bool(error.isfinite().all())
     assert float(error[~near].max()) <= 1e-4
     lost = CURVES[case.plain].lost(x.double().numpy(), y.double().numpy())
-    assert float(error[near].max()) <= 1e-4 + lost
+    assert float(error[near].max()) <= min(NEARBY[case.plain], 1e-4 + lost)
 
 
 @EACH_DTYPE
