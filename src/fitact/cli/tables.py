@@ -62,18 +62,13 @@ def gate(shown: Gate) -> list[str]:
 
 def activation(f: Activation) -> list[str]:
     """Return the analysis of an activation over the reals, and which methods apply to it."""
-    return columns([*_analysed(f), *((name, _answer(f, method)) for name, method in _METHODS.items())])
-
-
-def _analysed(f: Activation) -> list[tuple[str, str]]:
-    """Return what is shown of an activation's shape."""
     parity = f.derivative_parity(fewbit.DOMAIN[1])
     monotone = f.monotone()
     breaks = [
         f"{_number(b.at)} ({b.kind} of {'f' if b.kind == 'jump' else 'the derivative'})" for b in f.breakpoints()
     ]
     text = text_of(f.formula)
-    return [
+    rows = [
         ("f(x)", f.expression),
         *([("computed as", text)] if text != f.expression else []),
         ("f'(x)", text_of(f.derivative_formula)),
@@ -86,7 +81,9 @@ def _analysed(f: Activation) -> list[tuple[str, str]]:
         ("roots of f'", _roots(monotone)),
         ("range of f'", " to ".join(map(_number, f.derivative_range()))),
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
+        *((name, _answer(f, method)) for name, method in _METHODS.items()),
     ]
+    return columns(rows)
 
 
 def _number(value: float) -> str:

@@ -315,8 +315,9 @@ class Planner:
                 answered = within  # a larger error and memory of the host have to pay
         segments = allowed(self.costs, error)
         if answered is None:  # memory in flight may leave no room
-            frugal = [self._done(segments, _frugal(segments, host)) for host in hosts]
-            answered = min(frugal, key=lambda both: both[1].peak)
+            frugal = (fastest(segments, slack(least(segments, host)), host) for host in hosts)
+            steps = [self._done(segments, answer or every(segments, FULL)) for answer in frugal]
+            answered = min(steps, key=lambda both: both[1].peak)
         for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
             less = self._within(segments, answered[1].peak - 1, self.host) if answered[1].peak > room else None
             if less is None:
@@ -386,11 +387,6 @@ def _groups(segments: Sequence[Segment], answer: Answer) -> list[Group]:
     groups = [Group(policy.name, tuple(path for _, path in some)) for policy, some in by_policy]
     rest = answer[-1][0]  # the policy of the whole model is that of what follows its last block
     return groups if rest == BASELINE else [*groups, Group(rest.name, ("",))]
-
-
-def _frugal(segments: Sequence[Segment], host: int) -> Answer:
-    """Return an answer with the lowest peak."""
-    return fastest(segments, slack(least(segments, host)), host) or every(segments, FULL)
 
 
 def slack(room: int) -> int:

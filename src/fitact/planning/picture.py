@@ -30,8 +30,7 @@ def draw(plan: Plan, format: str = "png") -> bytes:
             axes.plot(xs, ys, label=f"plans, gradients {error}", color=color, linewidth=2, marker=".")
     others = [p for p in plan.points if p.name != "plan"]
     for marker, p in zip(MARKS, others, strict=False):
-        color = GREY if p.error == "exact" else LINES[p.error]
-        mark(p.peak, p.seconds / baseline, literal(p.name), marker=marker, color=color)
+        mark(p.peak, p.seconds / baseline, literal(p.name), marker=marker, color=GREY)
     if plan.groups:
         ring = {"color": RED, "marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 2}
         mark(plan.peak, plan.seconds / baseline, f"this plan, gradients {plan.error}", **ring)

@@ -249,21 +249,10 @@ def load_plan(path: str | Path) -> Plan:
 
 def from_json(text: str) -> Plan:
     """Return the plan of a JSON text; UsageError if it is not one, naming what is wrong."""
-    plan = read_record(Plan, FILE.record(text), {str: _printable})
-    _check_policies(plan)
-    return plan
-
-
-def _printable(value: object, what: str) -> str:
-    if not (isinstance(value, str) and value.isprintable()):
-        raise UsageError(f"{what}: expected a printable text, got {quote(value)}")
-    return value
-
-
-def _check_policies(plan: Plan) -> None:
     from fitact.runtime.choose import POLICIES
     from fitact.runtime.saving import ERRORS
 
+    plan = read_record(Plan, FILE.record(text), {str: _printable})
     seen: set[str] = set()
     for i, group in enumerate(plan.groups):
         if group.policy not in POLICIES:
@@ -279,3 +268,10 @@ def _check_policies(plan: Plan) -> None:
             raise UsageError(f"{where}: expected {', '.join(ERRORS)}, got {quote(error)}")
     if plan.fits and not plan.groups:
         raise UsageError("groups: expected some, since its peak fits its memory")
+    return plan
+
+
+def _printable(value: object, what: str) -> str:
+    if not (isinstance(value, str) and value.isprintable()):
+        raise UsageError(f"{what}: expected a printable text, got {quote(value)}")
+    return value
