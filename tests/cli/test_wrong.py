@@ -58,7 +58,6 @@ GATE = GATE.replace('"silu(g)*u"', '"sigmoid(g)*u"').replace('"name": "swiglu"',
 # A command line, and a part of its one line of error; status 2.
 REFUSED = """
 fit -> --fn
-fit --fn tanh --bits 1 extra -> extra
 fit --fn "__import__('os')" --bits 3 --name a -> unexpected character
 fit --fn tanh --bits 1 --bits 9 -> is not in the range 0<=x<=4
 fit --fn tanh --method inverted --name a --tol nan -> expected a finite number
@@ -70,7 +69,6 @@ fit --fn leaky_relu --param negative_slope=0.2 --bits 1 -> --name is required fo
 fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
 fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
 fit --fn leaky_relu --param negative_slope=x --bits 1 --name a -> expected NAME=NUMBER
-fit --fn tanh --bits 1 -o folder -> folder
 fit --fn tanh --bits 1 -o '' -> expected the name of a file
 fit --fn tanh --bits 2 -o good.json -> good.json: another fit
 fit --fn tanh --bits 2 -o file.json -> --force
@@ -158,7 +156,6 @@ def test_wrong(status: int, line: str, part: str, command: Command, monkeypatch:
         monkeypatch.delitem(sys.modules, name, raising=False)
     put("file")
     put("file.json", "not a fit")
-    Path("folder").mkdir()
     Path("folder.png").mkdir()
     put("good.json", record("good"))
     put("twin.json", record("good", "sigmoid"))

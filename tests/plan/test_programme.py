@@ -20,7 +20,7 @@ def segment(count: int, grads: int, *costs: Cost) -> Any:
     return Segment(("",) * count, grads, dict(enumerate(costs)))
 
 
-def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Any]:
+def stages(seed: int, counts: tuple[int, ...]) -> list[Any]:
     rng = random.Random(seed)
     grads = rng.choice([0, 5, 60])
 
@@ -29,7 +29,7 @@ def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Any]:
         host = rng.choice([0, rng.randrange(50)])
         return cost(saved, saved + rng.randrange(80), rng.randrange(1, 40) / 7, host)
 
-    return [segment(n, rng.randrange(grads + 1), *(option() for _ in range(options))) for n in counts]
+    return [segment(n, rng.randrange(grads + 1), *(option() for _ in range(3))) for n in counts]
 
 
 def everything(given: list[Any]) -> list[tuple[int, float, int]]:
@@ -52,7 +52,7 @@ def everything(given: list[Any]) -> list[tuple[int, float, int]]:
 @pytest.mark.parametrize("seed", [0, 1, 2, 6, 7, 19])
 @pytest.mark.parametrize("counts", [(5,), (1, 2, 1, 1)])
 def test_the_optimum_is_that_of_brute_force(seed: int, counts: tuple[int, ...]) -> None:
-    given = stages(seed, counts, 3)
+    given = stages(seed, counts)
     largest = max(pinned for *_, pinned in everything(given))
     for host in (largest // 3, largest):
         every = [(most, time) for most, time, pinned in everything(given) if pinned <= host]
