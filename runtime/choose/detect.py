@@ -246,8 +246,7 @@ def _is(tried: Callable[[Tensor], Any], function: Callable[[Tensor], Tensor]) ->
         for dtype in (torch.float64, torch.float32):
             if not all(_agrees(tried, function, x.to(dtype)) for x in arrangements):
                 return False
-    halves = (tried(torch.ones(4, dtype=dtype)).dtype == dtype for dtype in (torch.bfloat16, torch.float16))
-    return all(halves)
+    return all(tried(torch.ones(4, dtype=dtype)).dtype == dtype for dtype in (torch.bfloat16, torch.float16))
 
 
 @cache

@@ -112,12 +112,11 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     UsageError if it has no such block, is changed already, or a block cannot be changed so; it is then unchanged.
     """
     check_model(model)
-    modules = [*model.modules()]
-    if any(is_attached(module) or is_generated(type(module)) for module in modules):
-        raise UsageError("the model is converted or planned already: call fitact.revert(model) first")
-    if any(map(is_compiled, modules)):
-        raise UsageError("the model is compiled already: apply the plan first, and compile it then")
     there = dict(model.named_modules())
+    if any(is_attached(module) or is_generated(type(module)) for module in there.values()):
+        raise UsageError("the model is converted or planned already: call fitact.revert(model) first")
+    if any(map(is_compiled, there.values())):
+        raise UsageError("the model is compiled already: apply the plan first, and compile it then")
     for path in (path for _, paths in groups for path in paths):
         if path not in there:
             raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
