@@ -113,10 +113,10 @@ def made(make: Callable[[], nn.Module] = Model) -> Any:
     return make()
 
 
-def step(model: nn.Module, x: Tensor = X, autocast: bool = False) -> tuple[int, list[Tensor]]:
-    """Return the bytes that are saved, and the output and gradients of x and the parameters."""
+def step(model: nn.Module, autocast: bool = False) -> tuple[int, list[Tensor]]:
+    """Return the bytes that are saved, and the output and gradients of X and the parameters."""
     torch.manual_seed(1)
-    x = x.detach().clone().requires_grad_()
+    x = X.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), count_saved(model) as saved:
         y = model(x)
     wanted = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]

@@ -35,10 +35,6 @@ from .test_context import MODELS, made
 HALF = torch.bfloat16
 
 
-def mlp(activation: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 64), activation, nn.Linear(64, 16))
-
-
 def sites(conversion: Conversion) -> dict[str, str | None]:
     return {site.name: site.after for site in conversion}
 
@@ -205,11 +201,11 @@ def test_in_place(kind: Callable[..., nn.Module]) -> None:
 @pytest.mark.parametrize("method", ["fewbit", "relumix", "inverted"])
 def test_an_input_that_another_activation_keeps(method: str) -> None:
     """Where that one is left alone, codes would come beside its output; where it is replaced too, they pay."""
-    model, x = mlp(nn.Sequential(nn.Tanh(), nn.GELU())), torch.randn(2000, 16)
+    model, x = Holds(nn.Sequential(nn.Tanh(), nn.GELU())), torch.randn(2000, 16)
     report = fitact.convert(model, method, exclude="*.0", example_inputs=x)
     assert report.saved_after == report.saved_before == saved_bytes_of(model, lambda: model(x))
     assert [site.after for site in report] == [None, None] and "bytes more with it" in report.sites[1].reason
-    pays = fitact.convert(mlp(nn.Sequential(nn.SiLU(), nn.GELU())), method, example_inputs=x)
+    pays = fitact.convert(Holds(nn.Sequential(nn.SiLU(), nn.GELU())), method, example_inputs=x)
     assert pays.replaced and pays.saved_after < pays.saved_before
 
 
@@ -341,7 +337,7 @@ def test_bits_and_classes_that_are_given() -> None:
 @pytest.mark.parametrize("method", ["fewbit", "output"])
 @pytest.mark.parametrize("standalone", [False, True], ids=["", "standalone"])
 def test_what_is_not_shipped_is_fitted_and_given(command: Command, method: str, standalone: bool) -> None:
-    model, name = mlp(nn.LeakyReLU(0.2)), f"leaky_relu_{method}"
+    model, name = Holds(nn.LeakyReLU(0.2)), f"leaky_relu_{method}"
     line = f"fit --fn leaky_relu --param negative_slope=0.2 --method {method} --name {name}"
     assert command(f"{line}{' --bits 1' * (method == 'fewbit')}")[0] == 0
     assert command("codegen --standalone" if standalone else "codegen")[0] == 0
@@ -377,7 +373,7 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
     ({"method": "fewbits"}, "no method 'fewbits': expected fewbit, relumix, inverted, output, or none"),
     ({"bits": 5}, "bits 5: expected 1, 2, 3 or 4"),
     ({"method": "output", "bits": 2}, "bits 2: expected none for output"),
-    ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are 1"),
+    ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are act"),
     ({"error": "rounding"}, "error 'rounding': expected no method and no replace, which have their own errors"),
     ({"recompute_attention": True}, "recompute_attention: expected no method and no replace"),
     ({"replace": {nn.GELU: nn.Linear}}, "replace: Linear is not an activation of one input"),
@@ -394,12 +390,12 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
 @pytest.mark.parametrize(("given", "message"), BAD, ids=[str(i) for i in range(len(BAD))])
 def test_wrong_input(given: dict[str, Any], message: str) -> None:
     """One line, which for an argument of former times has the words of now."""
-    model = mlp(nn.GELU())
+    model = Holds(nn.GELU())
     before = dict(model.named_modules())
     with pytest.raises(UsageError) as error:
         fitact.convert(**{"model": model, "method": "fewbit", **given})
     assert message in str(error.value) and "\n" not in str(error.value)
-    assert dict(model.named_modules()) == before and type(model) is nn.Sequential
+    assert dict(model.named_modules()) == before and type(model) is Holds
     if "model" in given and not isinstance(given["model"], nn.GELU):
         with pytest.raises(UsageError, match=message):
             fitact.revert(given["model"])
@@ -408,10 +404,10 @@ def test_wrong_input(given: dict[str, Any], message: str) -> None:
 def test_nothing_to_replace_or_to_save() -> None:
     # what looks like GELU if it is called with its input alone
     more = built(lambda self, x, scale=1.0: scale * F.gelu(x))
-    for model in (nn.Linear(2, 2), mlp(more)):
+    for model in (nn.Linear(2, 2), Holds(more)):
         report = fitact.convert(model, "fewbit")
         assert not report.sites and "no module holds an activation" in str(report)
-    model = mlp(nn.GELU())
+    model = Holds(nn.GELU())
     report = fitact.convert(model, "output", example_inputs=X)
     assert not report.replaced and report.sites[0].reason.startswith("output: nothing is shipped for gelu; if ")
     assert str(report).endswith("0 of 1 replaced; the model saves 1,152 bytes for backward as before, 0 % less")
@@ -420,17 +416,17 @@ def test_nothing_to_replace_or_to_save() -> None:
 
 
 def test_converting_twice() -> None:
-    model, other = nn.Sequential(mlp(nn.GELU()), Holds(nn.SiLU()).eval()), mlp(nn.GELU())
-    original = model[0][1]
+    model, other = nn.Sequential(Holds(nn.GELU()), Holds(nn.SiLU()).eval()), Holds(nn.GELU())
+    original = model[0].act
     fitact.convert(model, "fewbit")
-    assert not any(module.training for module in model[1].modules()) and model[0][1].training
-    replacement = other[1] = model[0][1]
+    assert not any(module.training for module in model[1].modules()) and model[0].act.training
+    replacement = other.act = model[0].act
     for method in ("fewbit", "inverted"):
         site, _ = fitact.convert(model, method, example_inputs=X)
         assert (site.before, site.after, site.reason) == ("gelu_fewbit3", None, "already gelu_fewbit3")
-        assert model[0][1] is replacement
+        assert model[0].act is replacement
     fitact.revert(other)
-    assert other[1] is original and model[0][1] is replacement  # in another model, too, it knows its original
+    assert other.act is original and model[0].act is replacement  # in another model, too, it knows its original
     model.eval()
     assert len(fitact.revert(model)) == 2 and not any(module.training for module in model.modules())
     assert len(fitact.revert(model)) == 0
@@ -455,9 +451,6 @@ def test_copies(copies: Callable[[Any], Any]) -> None:
     assert type(model[1]).__name__ == "GeluFewbit3"
 
 
-GIVEN = [{"method": "fewbit"}, {"error": "exact"}, {"error": "rounding"}]  # each way of converting
-
-
 RUNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]] = {  # what is read, and where tensors are
     "a value is read": (lambda x: x.sum().item() < 1e9, nullcontext),
     "an address is used": (Tensor.data_ptr, nullcontext),  # as by a kernel of the model's own
@@ -467,7 +460,7 @@ RUNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]] = {  # what i
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("given", GIVEN, ids=str)
+@pytest.mark.parametrize("given", [{"method": "fewbit"}, {"error": "exact"}, {"error": "rounding"}], ids=str)
 def test_fake_and_real_runs_agree(given: dict[str, Any], run: str, recwarn: Any) -> None:
     """Also for models without memory. Kernels never get the address of a fake tensor."""
 
@@ -697,12 +690,12 @@ def test_the_error_of_the_gradient() -> None:
     assert gradient.cosine == pytest.approx(float(actual @ baseline / actual.norm() / baseline.norm()), rel=1e-9)
     assert 1e-3 < gradient.error < 0.2
     assert f"the gradient is off by {100 * gradient.error:.3g} % of its" in str(conversion)
-    assert fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=X).gradient is None
+    assert fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=X).gradient is None
 
 
 def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
     x, given = torch.randn(512, 16), {"method": "fewbit", "gradients": True}
-    conversion = fitact.convert(mlp(nn.Hardtanh()), **given, example_inputs=x)
+    conversion = fitact.convert(Holds(nn.Hardtanh()), **given, example_inputs=x)
     assert conversion.replaced and conversion.gradient.error == 0
-    nothing = fitact.convert(mlp(nn.GELU()), **given, example_inputs=lambda model: [model(x)][:0]).gradient
+    nothing = fitact.convert(Holds(nn.GELU()), **given, example_inputs=lambda model: [model(x)][:0]).gradient
     assert nothing.error is None and nothing.note
