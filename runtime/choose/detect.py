@@ -65,8 +65,8 @@ OUTPUT_SAVED = frozenset(("celu", "elu", "leaky_relu", "relu", "selu", "sigmoid"
 PLAIN = frozenset((bool, int, float, str, type(None)))  # what a recognised module may hold
 EMPTY = frozenset(vars(nn.Module()))
 Attributes = tuple[tuple[str, type, Any], ...]  # name, type and value
-# Tolerances of several float32 roundings: relative to a value, and to the terms of a difference.
-RELATIVE, ABSOLUTE = 1e-5, 2e-6
+# Up to several float32 roundings, relative to a value, and to the terms of a difference.
+_near = partial(torch.allclose, rtol=1e-5, atol=2e-6)
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,6 @@ def _agrees(tried: Callable[[Tensor], Any], function: Callable[[Tensor], Tensor]
     weights = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
     (gradient,) = torch.autograd.grad(y, x, weights)
     return _near(gradient, torch.autograd.grad(expected, reference, weights)[0])
-
-
-def _near(value: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(value, expected, rtol=RELATIVE, atol=ABSOLUTE)
 
 
 def label(module: nn.Module) -> str:
