@@ -13,7 +13,6 @@ import click
 from fitact.base import FitWarning, UsageError, quote, read_text, write
 
 if TYPE_CHECKING:
-    from fitact.fitter.analysis import Gate
     from fitact.fitter.numerics import Weight
     from fitact.fitter.records import AnyFit
 from .names import check_function, known_functions
