@@ -18,11 +18,7 @@ from fitact.runtime.torch_internals import FakeTensor, argument, saved_selective
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
 # From 2.14 on, hooks of saved tensors can see what a selective checkpoint saves; this hides it from them.
-UNSEEN = (
-    {"respect_saved_tensors_hooks": False}
-    if "respect_saved_tensors_hooks" in signature(checkpoint).parameters
-    else {}
-)
+UNSEEN = dict.fromkeys({"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), False)
 
 
 def selectively() -> tuple[Any, Any]:

@@ -286,31 +286,26 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
     which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else report.block_name
     text = [f"{report.model}: {_sizes(report)}", "", f"{which} saves {size(block)}{' bytes' if exact else ''}"]
     text += columns([(kind, size(count), _percent(count, block)) for kind, count in report.block.items()], "<>>")
-    text += ["", *columns(_table(report, size), "<>>>>>>")]
+    text += ["", *columns([*_table(report, size)], "<>>>>>>")]
     fixed = {"parameters": report.parameter_bytes, "gradients": report.gradient_bytes}
     fixed[report.optimizer] = report.optimizer_bytes
     parts = " + ".join(f"{binary(count)} {name}" for name, count in fixed.items() if count)
     return [*text, f"peak: of a training step, with {parts}", *(f"note: {note}" for note in report.notes)]
 
 
-def _table(report: Report, size: Callable[[int], str]) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [
-        ("", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak")
-    ]
+def _table(report: Report, size: Callable[[int], str]) -> Iterator[tuple[str, ...]]:
+    yield "", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak"
     for row in report.rows:
         again = row.traffic != 0
-        table.append(
-            (
-                row.name,
-                size(row.bytes),
-                _percent(row.bytes, report.rows[0].bytes),
-                "" if row.replaced is None else f"{row.replaced} of {report.sites}",
-                _percent(row.flops) if again else "",
-                "" if not again else "-" if row.traffic is None else _percent(row.traffic),
-                "-" if row.peak is None else size(row.peak),
-            )
+        yield (
+            row.name,
+            size(row.bytes),
+            _percent(row.bytes, report.rows[0].bytes),
+            "" if row.replaced is None else f"{row.replaced} of {report.sites}",
+            _percent(row.flops) if again else "",
+            "" if not again else "-" if row.traffic is None else _percent(row.traffic),
+            "-" if row.peak is None else size(row.peak),
         )
-    return table
 
 
 def _percent(part: float, whole: float = 1) -> str:

@@ -53,10 +53,8 @@ def reproducibly(call: Callable[[], T]) -> T:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    enabled, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     name = "CUBLAS_WORKSPACE_CONFIG"  # PyTorch asks for it; on one stream, products are the same without it
     before = os.environ.get(name)
     os.environ.setdefault(name, ":4096:8")

@@ -139,9 +139,8 @@ def plan(
         result = planner().plan(gib, error, front=front)
     else:
         limit, degree = (source.longest(subject.model), 2) if largest == "seq" else (None, 1)
-        here = sizes[largest]
         size, result = largest_of(
-            planner, gib=gib, error=error, here=here, limit=limit, degree=degree, front=front
+            planner, gib=gib, error=error, here=sizes[largest], limit=limit, degree=degree, front=front
         )
         say(f"the largest {largest} that fits is {size}")
     finish(result, str(result), output if result.fits else None, picture)

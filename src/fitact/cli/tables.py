@@ -133,9 +133,8 @@ def _roots(monotone: Monotone) -> str:
         below, above = (_number(order) for order in (root.order_below, root.order_above))
         order = f"order {below}" if below == above else f"order {below} from below, {above} from above"
         texts.append(f"{_number(root.at)} ({order})")
-    return _listed(
-        texts, "none but where f is constant" if any(p.direction == 0 for p in monotone.pieces) else "none"
-    )
+    constant = any(piece.direction == 0 for piece in monotone.pieces)
+    return _listed(texts, "none but where f is constant" if constant else "none")
 
 
 def _answer(f: Activation, method: Callable[[Activation], str]) -> str:

@@ -54,7 +54,6 @@ class FitactCallback(Converting, Callback):
         if self._done:
             return
         self._done = True
-        values: dict[str, float] = {}
         if is_converted(pl_module, self._model):
             return
         if self.plan is not None:

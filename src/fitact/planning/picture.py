@@ -43,18 +43,13 @@ def draw(plan: Plan, format: str = "png") -> bytes:
     axes.annotate(f" {plan.gib:g} GiB", (plan.gib, 0.98), xycoords=("data", "axes fraction"), va="top", color=RED)
     rest = (plan.fixed + plan.gradients) / GIB
     axes.axvspan(0, rest, color="#eeeeee", zorder=0, label="parameters, gradients, optimizer")
-    axes.set_xlim(
-        0, 1.05 * max([plan.gib, plan.peak / GIB, plan.baseline_peak / GIB, *(p.peak / GIB for p in plan.points)])
-    )
+    peaks = [plan.peak, plan.baseline_peak, *(p.peak for p in plan.points)]
+    axes.set_xlim(0, 1.05 * max(plan.gib, max(peaks) / GIB))
     axes.set_xlabel("peak of a training step, GiB")
     axes.set_ylabel("time of a step, of the baseline's")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(
-        literal(f"{plan.model}: memory against time on {plan.device}", 90),
-        loc="left",
-        fontweight="bold",
-        fontsize=11,
-    )
+    title = literal(f"{plan.model}: memory against time on {plan.device}", 90)
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.02, 1))
     return save(figure, format)

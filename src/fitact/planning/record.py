@@ -188,9 +188,8 @@ def _advice(plan: Plan) -> str:
         counts[group.policy] += len(group.blocks)
     if {*counts} == {"baseline"}:
         return "to do: nothing, train the model as it is"
-    return (
-        f"to do: plan.apply(model), which makes {'; '.join(f'{n} {policy}' for policy, n in counts.most_common())}"
-    )
+    made = "; ".join(f"{n} {policy}" for policy, n in counts.most_common())
+    return f"to do: plan.apply(model), which makes {made}"
 
 
 def _lines(plan: Plan) -> Iterator[str]:
