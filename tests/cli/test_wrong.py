@@ -70,8 +70,6 @@ fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
 fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
 fit --fn leaky_relu --param negative_slope=x --bits 1 --name a -> expected NAME=NUMBER
 fit --fn tanh --bits 1 -o '' -> expected the name of a file
-fit --fn tanh --bits 2 -o good.json -> good.json: another fit
-fit --fn tanh --bits 2 -o file.json -> --force
 fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
 fit --fn silu --method recompute -> --method recompute is for gates such as swiglu or silu(g)*u, got 'silu'
 fit --fn swiglu --fn silu --method recompute -> expected functions of one kind, got 'swiglu' and 'silu'
@@ -91,7 +89,6 @@ LEARN x*tanh(x) --learn x=1 -> x is an argument of formulas; choose another name
 LEARN x*tanh(x) --learn lambda=1 -> the name is Python's own; choose another name
 LEARN x*tanh(x) --learn forward=1 -> generated modules use that name themselves
 LEARN x*tanh(x) --learn _tl=1 -> names that begin with an underscore belong to generated modules
-LEARN x*tanh(x) --learn zz=1 -> the learned parameter zz is used nowhere
 LEARN a*x --learn a -> expected NAME=START or NAME:channel=START
 LEARN log(a)*x --learn a=0 -> with its start a=0 the formula is inf at x = -10
 LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = -10
@@ -155,7 +152,6 @@ def test_wrong(status: int, line: str, part: str, command: Command, monkeypatch:
     for name in ("my_models", "leaves"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     put("file")
-    put("file.json", "not a fit")
     Path("folder.png").mkdir()
     put("good.json", record("good"))
     put("twin.json", record("good", "sigmoid"))
