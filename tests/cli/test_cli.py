@@ -12,10 +12,8 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from fitact.base import literal, save
+from fitact.base import blank, literal, save
 from fitact.cli import cli
 from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
@@ -353,8 +351,7 @@ def test_odd(what: str, command: Command) -> None:
 
 
 def drawn(text: str, **style: Any) -> bytes:
-    figure = Figure(figsize=(6, 1), dpi=100)
-    FigureCanvasAgg(figure)
+    figure = blank("png", (6, 1))
     figure.text(0.0, 0.5, text, **style)
     return save(figure, "png")
 
