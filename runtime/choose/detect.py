@@ -97,24 +97,22 @@ class ActivationSite:
 
 def activation_sites(model: nn.Module, own: frozenset[type] = frozenset()) -> list[ActivationSite]:
     """Return the places where a model holds activations, also of classes in `own`, in the order of its modules."""
-    return list(_activation_sites(model, "", own, set()))
+    seen: set[int] = set()
 
+    def inside(parent: nn.Module, prefix: str) -> Iterator[ActivationSite]:
+        if id(parent) in seen:
+            return
+        seen.add(id(parent))
+        for attribute, held in [*modules_in(parent).items(), *vars(parent).items()]:
+            if isinstance(held, ParametrizationList):  # it computes a parameter
+                continue
+            site = recognise(held, own, parent, attribute, prefix + attribute)
+            if site is not None:
+                yield site
+            elif isinstance(held, nn.Module) and attribute in modules_in(parent):
+                yield from inside(held, f"{prefix}{attribute}.")
 
-def _activation_sites(
-    parent: nn.Module, path: str, own: frozenset[type], seen: set[int]
-) -> Iterator[ActivationSite]:
-    if id(parent) in seen:
-        return
-    seen.add(id(parent))
-    for attribute, held in [*modules_in(parent).items(), *vars(parent).items()]:
-        if isinstance(held, ParametrizationList):  # it computes a parameter
-            continue
-        full_path = f"{path}.{attribute}" if path else attribute
-        site = recognise(held, own, parent, attribute, full_path)
-        if site is not None:
-            yield site
-        elif isinstance(held, nn.Module) and attribute in modules_in(parent):
-            yield from _activation_sites(held, full_path, own, seen)
+    return list(inside(model, ""))
 
 
 def recognise(
