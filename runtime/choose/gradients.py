@@ -67,14 +67,20 @@ def _deterministic() -> Iterator[None]:
             del os.environ[name]
 
 
-def _gradients(model: nn.Module, run: Runner, change: Change) -> Gradients:
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Let a model train until the context ends, which puts it and the random generators back as they were."""
     with torch.inference_mode(False), torch.enable_grad(), generators(model), unchanged(model):
         if not model.training:
             model.train()
-        with change(model):
-            loss = scalar_of(real(run)(model))
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            return torch.autograd.grad(loss, trained, allow_unused=True)
+        yield
+
+
+def _gradients(model: nn.Module, run: Runner, change: Change) -> Gradients:
+    with training(model), change(model):
+        loss = scalar_of(real(run)(model))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.autograd.grad(loss, trained, allow_unused=True)
 
 
 def scalar_of(output: Any) -> Tensor:

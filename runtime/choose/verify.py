@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fitact.base import UsageError, one_line
-from fitact.runtime.restore import Runner, explained, following, generators, has_no_values, real, runner, unchanged
+from fitact.runtime.restore import Runner, explained, following, has_no_values, real, runner
 from fitact.runtime.torch_internals import is_compiled, plain, plain_path, tree_iter
 
-from .gradients import numbers, reproducibly, scalar_of
+from .gradients import numbers, reproducibly, scalar_of, training
 from .policies import revert
 from .replacement import inner
 
@@ -126,15 +126,7 @@ class _Step:
         self.calls: Counter[str] = Counter()
         self.paths = {module: plain_path(path) for path, module in model.named_modules()}
         name, compiled = type(inner(model)).__name__, any(map(is_compiled, model.modules()))
-        with (
-            generators(model),
-            unchanged(model),
-            _ungraded(model),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            if not model.training:
-                model.train()
+        with training(model), _ungraded(model):
             with explained(name, "forward"), nullcontext() if compiled else following(lambda *_: None, self.leave):
                 loss = scalar_of(real(run)(model))
             with explained(name, "backward"):
