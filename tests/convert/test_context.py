@@ -316,7 +316,7 @@ def test_a_scripted_part_has_no_context_of_its_own() -> None:
     assert not attached(model)
 
 
-def test_lazy_models() -> None:
+def test_lazy_and_untrained_models() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
     for method in (None, "fewbit"):
         with pytest.raises(UsageError, match="not initialised yet: run it once"):
@@ -326,6 +326,9 @@ def test_lazy_models() -> None:
     with fitact.saving():  # which layers may be made in
         layers = nn.Conv2d(3, 3, 3), nn.LSTM(3, 3), nn.MultiheadAttention(8, 2), nn.Embedding(4, 4)
     assert all(bool(parameter.isfinite().all()) for layer in layers for parameter in layer.parameters())
+    frozen = made().requires_grad_(False)
+    report = fitact.convert(frozen, example_inputs=X)
+    assert (report.saved_before, report.saved_after, report.replaced) == (0, 0, ()) and not attached(frozen)
 
 
 def test_converting_again() -> None:

@@ -279,8 +279,10 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
     """Warn if much of a weight from data, whose integral is 1, lies beyond the domain."""
     if (beyond := 1 - weight.mass(*domain)) > BEYOND:
-        where = "beyond the domain {:g} {:g}".format(*domain)
-        text = f"{100 * beyond:.2g} % of the weight lies {where}: choose one with --domain"
+        low, high = domain
+        text = (
+            f"{100 * beyond:.2g} % of the weight lies beyond the domain {low:g} {high:g}: choose one with --domain"
+        )
         warnings.warn(FitWarning(text), stacklevel=2)
 
 
