@@ -280,10 +280,8 @@ def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
     """Warn if much of a weight from data, whose integral is 1, lies beyond the domain."""
     if (beyond := 1 - weight.mass(*domain)) > BEYOND:
         low, high = domain
-        text = (
-            f"{100 * beyond:.2g} % of the weight lies beyond the domain {low:g} {high:g}: choose one with --domain"
-        )
-        warnings.warn(FitWarning(text), stacklevel=2)
+        part = f"{100 * beyond:.2g} % of the weight lies beyond the domain {low:g} {high:g}"
+        warnings.warn(FitWarning(f"{part}: choose one with --domain"), stacklevel=2)
 
 
 def _parameter(text: str) -> tuple[str, float]:
