@@ -154,9 +154,10 @@ class Quantising(Capture):
         super().__init__()
         self._policy = policy
         self._last: Call | None = None
+        self._held: Tensor | None = None  # what was quantised last, for the next function that reads no codes
 
     def __exit__(self, *error: Any) -> None:
-        self._last = None
+        self._last = self._held = None
         super().__exit__(*error)
 
     def made(
@@ -170,8 +171,10 @@ class Quantising(Capture):
 
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
-        self._last = None
+        self._last, held = None, self._held
         stored = super().pack(tensor)
+        if self._held is held and tensor.requires_grad and tensor.numel() >= FEW and not self._undecided:
+            self._held = None
         return self.computed(stored, tensor, self.current) if type(stored) is Quantised else stored
 
     def same(self, tensor: Tensor, mark: Mark, version: int) -> Stored | None:
@@ -227,7 +230,7 @@ class Quantising(Capture):
             return True
         recompute.is_free()  # which learns what is stored by now
         rough = {leaf for leaf in recompute.leaves() if type(leaf) is Quantised and leaf.bits < least}
-        if not rough or call is None or self._policy.get(kind_of(*call) or ""):
+        if not rough or (call is not None and self._policy.get(kind_of(*call) or "")):
             return not rough
         return self._store_exactly(rough, tensor.untyped_storage().nbytes())
 
@@ -294,6 +297,7 @@ class Quantising(Capture):
             quantised = Quantised(memory, self.hooks, bits, signs)
             quantised.first = next_call() - 1
         mark.add(quantised)
+        self._held = memory
         return quantised
 
 

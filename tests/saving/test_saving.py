@@ -284,6 +284,24 @@ def test_functions_that_read_no_codes(name: str, error: str, outside: bool) -> N
     assert after <= before
 
 
+# What is quantised, and then read by a function that reads no codes: it had better be stored as it is.
+CAPPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softmax of capped logits": lambda x, w: (50 * torch.tanh(x @ w / 50)).softmax(-1) @ w.mT,
+    "loss of scaled logits": lambda x, w: F.cross_entropy((x @ w) * w.mean().exp(), torch.arange(64)),
+}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", CAPPED)
+def test_no_codes_beside_what_is_computed_from_them(name: str, autocast: torch.dtype | None) -> None:
+    leaves = [torch.randn(64, 32, requires_grad=True), torch.randn(32, 256, requires_grad=True)]
+    exact, rounding = (
+        both_ways(CAPPED[name], *leaves, autocast=autocast, error=error, most=most)[1]
+        for error, most in (("exact", 0.0), ("rounding", 0.02))
+    )
+    assert rounding <= exact
+
+
 # What reads the codes that another function has had made, or a mean that is computed from them.
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of a vector": lambda z: z.norm(dim=-1),
