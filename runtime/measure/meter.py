@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from fitact.runtime.torch_internals import (
     disable_fake_tensor_cache,
     storage_id,
     tree_iter,
+    without_dispatch_modes,
 )
 
 from .devices import CURVED, DEVICES, USUAL, Device
@@ -110,7 +110,6 @@ class Meter(OperationMode):
         work: since the last mark.
         marks: moments of the step.
         clock: seconds since the meter was made.
-        paused: whether operations are not seen.
         host: as in `Moment`.
 
     """
@@ -120,10 +119,9 @@ class Meter(OperationMode):
         self.device = device
         self.level = self.peak = 0
         self.work = Work()
-        self.clock, self.paused, self.host = 0.0, False, 0
+        self.clock, self.host = 0.0, 0
         self.marks: list[Moment] = []
-        self.there = {storage_id(tensor): tensor.untyped_storage() for tensor in there}
-        self.alive: dict[int, Any] = {}
+        self.alive: dict[int, Any] = {storage_id(tensor): tensor.untyped_storage() for tensor in there}
 
     def mark(self, what: str, block: int = -1) -> None:
         """Record that something happens now."""
@@ -135,7 +133,7 @@ class Meter(OperationMode):
         fake = sets and isinstance(args[0], FakeTensor)
         with disable_fake_tensor_cache(args[0].fake_mode) if fake else nullcontext():  # it would hold the memory
             result = func(*args, **kwargs)
-        if sets or self.paused or func.namespace == "prim" or func is torch.ops.aten.detach.default:
+        if sets or func.namespace == "prim" or func is torch.ops.aten.detach.default:
             return result  # no work: a question, or a name
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
@@ -155,7 +153,7 @@ class Meter(OperationMode):
             return
         storage = tensor.untyped_storage()
         key, size = storage_id(storage), storage.nbytes()
-        if key in self.there or key in self.alive:
+        if key in self.alive:
             return
         self.alive[key] = weakref.ref(storage, partial(self._dead, key, size))
         self.level += size
@@ -191,7 +189,8 @@ class MeteredLink:
 
     def to_host(self, memory: Tensor) -> tuple[Tensor, float]:
         """Copy bytes to the host, where PyTorch's pool takes a power of two for them."""
-        copy = self._copy(memory)
+        with without_dispatch_modes():  # so that the meter counts no operation
+            copy = memory.clone()
         size = 1 << (memory.nbytes - 1).bit_length()
         self._meter.host += size
         weakref.finalize(copy, self._freed, size)
@@ -199,7 +198,8 @@ class MeteredLink:
 
     def to_device(self, copy: Tensor) -> tuple[Tensor, float]:
         """Copy them back."""
-        memory = self._copy(copy)
+        with without_dispatch_modes():
+            memory = copy.clone()
         self._meter.born(memory)
         return memory, self._done(copy)
 
@@ -210,10 +210,6 @@ class MeteredLink:
     def finish(self, event: float) -> None:
         """Wait for a copy."""
         self._meter.spend(Work(max(event - self._meter.clock, 0.0)))
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        with mock.patch.object(self._meter, "paused", True):
-            return tensor.clone()
 
     def _freed(self, size: int) -> None:
         self._meter.host -= size
