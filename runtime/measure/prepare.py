@@ -21,8 +21,6 @@ from fitact.base import FitactError, JobError, UsageError, few, integer, one_lin
 
 from .subjects import Patterns, Source, Subject, blocks_of, converted, fake_copy, without_weights
 
-LORA_RANK = 8
-
 
 @dataclass(frozen=True)
 class Training:
@@ -40,7 +38,7 @@ class Training:
     """
 
     lora: tuple[str, ...] = ()
-    rank: int = LORA_RANK
+    rank: int = 8
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
