@@ -9,8 +9,6 @@ Each function returns a model and its input, as `fitact memory MODULE:FUNCTION` 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,7 +81,6 @@ class Block(nn.Module):
         self, activation: nn.Module, heads: int = 2, hidden: int = HIDDEN, fused: bool = True, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.config = SimpleNamespace(hidden_size=hidden, num_attention_heads=heads, num_hidden_layers=1)
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.attention = Attention(heads, hidden, fused, dropout)
         self.mlp = MLP(activation, hidden, dropout)
@@ -133,18 +130,17 @@ def composed_block(batch: int = 1, seq: int = 2048) -> Example:
     return Block(nn.GELU(), 16, HIDDEN, fused=False, dropout=0.1), torch.randn(batch, seq, HIDDEN)
 
 
-def closed_form(batch: int, seq: int, hidden: int, heads: int, element: int = 2) -> dict[str, int]:
-    """Return the bytes that a transformer layer saves, by term: 34bsh + 5bs²a if an element has 2 bytes.
+def closed_form(batch: int, seq: int, hidden: int, heads: int) -> dict[str, int]:
+    """Return the bytes that a transformer layer saves, by term: 34bsh + 5bs²a of elements of 2 bytes.
 
     Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198,
     section 4.1: attention that is not fused, an MLP that expands 4 times, three dropouts with masks of one byte
-    per element. The mean and deviation that a norm saves for each row are not counted. b, s, h and a are `batch`,
-    `seq`, `hidden` and `heads`; `element` is the bytes of an activation's element.
+    per element. The mean and deviation that a norm saves for each row are not counted.
     """
     unit, scores = batch * seq * hidden, batch * seq * seq * heads
     return {
-        "attention": (5 * element + 1) * unit,  # the inputs of q, k, v and of the projection, q, k, v, a mask
-        "scores": (2 * element + 1) * scores,  # softmax, its dropout, a mask: fused attention does not save these
-        "mlp": (9 * element + 1) * unit,  # its input, the activation's input and output, a mask
-        "norms": 2 * element * unit,
+        "attention": 11 * unit,  # the inputs of q, k, v and of the projection, q, k, v, a mask
+        "scores": 5 * scores,  # softmax, its dropout, a mask: fused attention does not save these
+        "mlp": 19 * unit,  # its input, the activation's input and output, a mask
+        "norms": 4 * unit,
     }
