@@ -178,11 +178,12 @@ def without_weights(fake: bool) -> Any:
 def converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:
     """Return inputs with floating-point tensors of a dtype, and fake ones if there is a mode."""
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+    def made(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            tensor = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        return tensor if mode is None else fake(mode, tensor)
 
-    made = inputs.mapped(lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor)
-    return made if mode is None else made.mapped(partial(fake, mode))
+    return inputs.mapped(made)
 
 
 def copied(
