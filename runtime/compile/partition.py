@@ -159,7 +159,7 @@ def _operation(base: fx.Node) -> str:
     base = base_of(base)
     if base.op == "placeholder":
         return "input"
-    source: Any = base.args[0] if base.target is getattr else base
+    source: Any = base
     while source.op == "call_function" and source.target.__name__ == "getitem":
         source = source.args[0]
     return schema_name(source.target).partition("::")[2] or str(source.target)
