@@ -73,7 +73,7 @@ DEGREES = sorted(
 EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where y − anchor cancels
 STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # times the allowed error, tried in turn until a fit meets it
 FAR = 1e5  # the largest |t| up to which quotients are tried
-LARGEST = 1e37  # of values and derivatives that are fitted
+LARGEST = 1e37  # of x, values and derivatives that are fitted: 1.25*x*sigmoid(x) overflows where 1.25*x does
 BESIDE = 1e-7  # relative distance from a corner at which f′ is taken on its sides
 CORNER = 1e-3  # least difference of f′ between the sides
 SMALL = 1e35  # |f| below which a derivative that is too large is refused; beyond, f itself leaves the range
@@ -426,6 +426,11 @@ def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence
     """Return the samples of cell s."""
     x, y, derivative = points_of(activation, cell, dtype, borders, s)
     saved = stored(activation, x, dtype).astype(np.float32)
+    if (lost := x[np.isnan(saved)]).size:
+        raise UsageError(
+            f"{activation}: a part of it overflows in float32 at x = {min(lost, key=abs):g}: write it with "
+            "where(abs(x) > a, ..., ...), or fit it on a smaller domain"
+        )
     return Samples(cell, x, y, derivative, saved, floor_of(y, derivative), dtype != "float32")
 
 
@@ -444,7 +449,7 @@ def points_of(
     They are all x of a half-precision dtype, or a sample of float32; `inputs` is `dtype` by default.
     """
     x = _singles(cell) if (inputs or dtype) == "float32" else halves(inputs or dtype)
-    x = np.unique(x[(x >= cell.low) & (x <= cell.high)])
+    x = np.unique(x[(x >= cell.low) & (x <= cell.high) & (np.abs(x) < LARGEST)])
     x = x[codes(borders, x) == s]
     with np.errstate(all="ignore"):
         y = rounded(activation.value(x), dtype)

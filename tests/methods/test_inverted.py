@@ -93,6 +93,17 @@ def test_refused(text, bits, domain, message):
     assert message in refused(inverted.fit, Activation.of(text), "fitted", bits, domain=domain)
 
 
+def test_a_part_that_overflows_is_refused():
+    with pytest.warns(FitWarning, match="overflows"):
+        message = refused(inverted.fit, Activation.of("x**2*exp(-abs(x))"), "fitted")
+    assert "a part of it overflows in float32 at x = -1.84467e+19" in message
+
+
+def test_a_part_that_overflows_where_x_nearly_does_matters_to_no_fit():
+    fit = inverted.fit(Activation.of("2*silu(x)"), "fitted")
+    assert max(fit.error.values()) < 0.03
+
+
 def test_evaluation():
     fit = fitted("gelu")
     x = np.array([[-np.inf, -1e30, -5.0], [np.inf, 1e30, np.nan]])
