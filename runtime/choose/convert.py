@@ -232,6 +232,8 @@ def _check(model: nn.Module, method: str | None, bits: Any, substitutes: Mapping
         raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, or none")
     if method is not None:
         check_bits(method, bits)
+    elif bits is not None:
+        raise UsageError(f"bits {quote(bits)}: expected none with replace alone, whose classes have their own")
     for old, new in substitutes.items():
         for kind in (old, new):
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):

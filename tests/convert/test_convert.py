@@ -373,6 +373,7 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
     ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are act"),
     ({"error": "rounding"}, "error 'rounding': expected no method and no replace, which have their own errors"),
     ({"recompute_attention": True}, "recompute_attention: expected no method and no replace"),
+    ({"method": None, "replace": {nn.GELU: GeluFewbit3}, "bits": 2}, "bits 2: expected none with replace alone"),
     ({"replace": {nn.GELU: nn.Linear}}, "replace: Linear is not an activation of one input"),
     ({"replace": {nn.Linear: GeluFewbit3}}, "Linear holds modules or parameters"),
     ({"replace": {nn.SiLU: GeluFewbit3}}, "replace: the model holds no SiLU"),
