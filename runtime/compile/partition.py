@@ -156,10 +156,9 @@ def _left(group: Group, reason: str) -> Iterator[SavedRecord]:
 
 
 def _operation(base: fx.Node) -> str:
-    base = base_of(base)
-    if base.op == "placeholder":
+    source: Any = base_of(base)
+    if source.op == "placeholder":
         return "input"
-    source: Any = base
     while source.op == "call_function" and source.target.__name__ == "getitem":
         source = source.args[0]
     return schema_name(source.target).partition("::")[2] or str(source.target)
