@@ -109,7 +109,7 @@ def device_of(name: str) -> Device:
 SECONDS = 1.5  # for each of the rates
 SIZE = 1024  # of the products on a CPU, and four times that on a GPU
 CACHED = 2**16  # elements that stay in a CPU's cache
-CURVED = 20  # FLOPs that an exponential or an error function counts for; see `work`
+CURVED = 20  # FLOPs that an exponential or an error function counts for
 
 
 def measured(where: str | None = None) -> Device:
