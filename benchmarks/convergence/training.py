@@ -90,7 +90,7 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
                 with count_saved(model) as saved:
                     loss = loss_of(call, batch, setting)
                 saved_bytes = saved.bytes
-                saved.storages.clear()
+                saved.release()
             else:
                 loss = loss_of(call, batch, setting)
             optimizer.zero_grad()

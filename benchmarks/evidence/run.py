@@ -140,7 +140,7 @@ def train(start: nn.Module, genes: Genes, job: Job, setting: Setting) -> Run:
             with count_saved(model) as saved:
                 loss = loss_of(model, batch)
             saved_bytes = saved.bytes
-            saved.storages.clear()
+            saved.release()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
