@@ -171,7 +171,8 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         hooks = top_hooks() if torch.is_grad_enabled() else None
         if not hooks or hooks[0] is not self._pack:
-            change(written(func, args, kwargs))
+            if not isinstance(getattr(hooks and hooks[0], "__self__", None), Capture):  # a context inside has
+                change(written(func, args, kwargs))
             return func(*args, **kwargs)
         self.autocast = any_autocast()
         if self.autocast:

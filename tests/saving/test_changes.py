@@ -502,6 +502,30 @@ def test_a_checkpoint_that_stops_in_a_change() -> None:
     check(program)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), nn.GroupNorm(4, 8)])
+@pytest.mark.parametrize("last", [nn.Conv2d(8, 8, 1), nn.Identity()])
+def test_changes_in_a_context_inside(norm: nn.Module, last: nn.Module) -> None:
+    """The context outside, which also sees the call, forgets nothing that the inner one knows."""
+    block = nn.Sequential(norm, nn.SiLU(inplace=True), nn.Conv2d(8, 8, 1), norm, nn.ReLU(inplace=True), last)
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        def inside(x: Tensor) -> Tensor:
+            with context():
+                result: Tensor = block(x)
+            return result
+
+        with context():  # of the checkpoint, which runs again without it
+            output: Tensor = checkpoint(inside, leaf(2, 8, 4, 4).sin(), use_reentrant=False)
+        return output
+
+    check(program)
+    with count_saved(block) as once, saving():
+        block(torch.randn(2, 8, 4, 4))
+    with count_saved(block) as twice, saving(), saving():
+        block(torch.randn(2, 8, 4, 4))
+    assert twice.bytes == once.bytes
+
+
 def test_backward_in_autocast() -> None:
     """What ran without autocast is recomputed without it."""
     a, b = nn.Parameter(torch.randn(8, 2, 20)), nn.Parameter(torch.randn(8, 2, 20))
