@@ -124,7 +124,14 @@ class Learned(Formula):
                         f"{text} has no learned parameter {quote(name)}: expected one of {', '.join(own)}"
                     )
             return cls(text, expression, tuple(Number(name, *pair) for name, pair in {**own, **numbers}.items()))
-        return cls(None, text, tuple(Number(name, *pair) for name, pair in numbers.items()))
+        formula = cls(None, text, tuple(Number(name, *pair) for name, pair in numbers.items()))
+        for name, gradient in zip(formula.names, formula.gradient_formulas, strict=True):
+            if gradient == 0:  # it stands in conditions and signs alone
+                raise UsageError(
+                    f"{formula}: the derivative in {name} is 0 at every x, so {name} would never change: write its "
+                    "number into the formula"
+                )
+        return formula
 
     def record(self) -> dict[str, Any]:
         """As in `Formula`."""

@@ -91,6 +91,7 @@ LEARN x*tanh(x) --learn forward=1 -> generated modules use that name themselves
 LEARN x*tanh(x) --learn _tl=1 -> names that begin with an underscore belong to generated modules
 LEARN x*tanh(x) --learn zz=1 -> the learned parameter zz is used nowhere
 LEARN a*x --learn a -> expected NAME=START or NAME:channel=START
+LEARN where(x>a,x,0.1*x) --learn a=0 -> the derivative in a is 0 at every x, so a would never change
 LEARN log(a)*x --learn a=0 -> with its start a=0 the formula is inf at x = -10
 LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = -10
 LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
