@@ -128,8 +128,8 @@ class Learned(Formula):
         for name, gradient in zip(formula.names, formula.gradient_formulas, strict=True):
             if gradient == 0:  # it stands in conditions and signs alone
                 raise UsageError(
-                    f"{formula}: the derivative in {name} is 0 at every x, so {name} would never change: write its "
-                    "number into the formula"
+                    f"{formula}: the derivative in {name} is 0 at every x, so {name} would never change: write "
+                    "its number into the formula"
                 )
         return formula
 

@@ -188,10 +188,10 @@ class InvertedFit(Fit):
         domain: the interval of x that the fit is made for; None for the reals.
         borders: by storage dtype of y, float32 numbers, increasing; the code of x is the number of those below x.
         approximants: by storage dtype, one for each code.
-        error: by storage dtype, max |approximant − f′| / max(1, |f′|), for x and y of the dtype below 1e37 in size: in
-            half precision over all x, in float32 over a dense sample. It counts y of the catalog's activations as
-            rounded once; PyTorch's own float32 values are off by more, which near an extremum causes up to three
-            times the error.
+        error: by storage dtype, max |approximant − f′| / max(1, |f′|), for x and y of the dtype, below 1e37 in
+            size: in half precision over all x, in float32 over a dense sample. It counts y of the catalog's
+            activations as rounded once; PyTorch's own float32 values are off by more, which near an extremum
+            causes up to three times the error.
         floor: by storage dtype, the least such error that any function of that y and code has.
         options: what else is needed to make the fit again.
 

@@ -97,6 +97,7 @@ class Capture(TorchFunctionMode):
     """
 
     exact = True  # what recomputes a tensor must give its bits
+    sees_calls = True  # not the hooks alone
     recompute_attention = False
 
     def __init__(self) -> None:
@@ -171,7 +172,8 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         hooks = top_hooks() if torch.is_grad_enabled() else None
         if not hooks or hooks[0] is not self._pack:
-            if not isinstance(getattr(hooks and hooks[0], "__self__", None), Capture):  # a context inside has
+            inner = getattr(hooks[0], "__self__", None) if hooks else None
+            if not (isinstance(inner, Capture) and inner.sees_calls):  # that has done so
                 change(written(func, args, kwargs))
             return func(*args, **kwargs)
         self.autocast = any_autocast()

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from fitact import saving
+from fitact import hooks, saving
 from fitact.runtime.measure import count_saved
 from fitact.runtime.saving import baseline
 
@@ -524,6 +524,22 @@ def test_changes_in_a_context_inside(norm: nn.Module, last: nn.Module) -> None:
     with count_saved(block) as twice, saving(), saving():
         block(torch.randn(2, 8, 4, 4))
     assert twice.bytes == once.bytes
+
+
+def test_changes_in_hooks_inside() -> None:
+    """A pair of hooks sees no call, so the context outside copies what it recomputes from."""
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        x = leaf(8, 8) * 1
+        with context():
+            stores_x = F.gelu(x)
+            y = (x * 2).sin()
+            with saved_tensors_hooks(*hooks(None)):
+                x.mul_(3)
+        y.beside = stores_x
+        return y
+
+    check(program)
 
 
 def test_backward_in_autocast() -> None:
