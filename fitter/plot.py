@@ -234,13 +234,20 @@ def _dress(
 
 
 def _view(fit: StepFit) -> tuple[float, float]:
-    """Return the part of the domain to draw: where the step function steps, and some way beyond."""
+    """Return the part of the domain to draw: where the step function steps, and some way beyond.
+
+    If the largest error lies elsewhere, as of a wave with more crests than steps, that is all of it.
+    """
     low, high = fit.domain
     first, last = (-fit.borders[-1] if fit.even else fit.borders[0]), fit.borders[-1]
     reach = max(last - first, (high - low) / 4)
     middle = (first + last) / 2
     half = reach / 2 * (1 + 2 * MARGIN)
-    return max(low, middle - half), min(high, middle + half)
+    view = max(low, middle - half), min(high, middle + half)
+    x = np.linspace(low, high, POINTS)
+    error = np.abs(fit.activation.derivative(x) - fit(x))
+    inside = (view[0] <= x) & (x <= view[1])
+    return view if error[~inside].max(initial=0.0) <= 1.1 * error[inside].max(initial=0.0) else (low, high)
 
 
 # The panels of a fit, by the method that made it.

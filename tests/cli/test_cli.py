@@ -17,9 +17,9 @@ from fitact.base import blank, literal, save
 from fitact.cli import cli
 from fitact.fitter.analysis import Activation
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.methods import again
+from fitact.fitter.methods import again, fewbit
 from fitact.fitter.numerics import Weight
-from fitact.fitter.plot import draw
+from fitact.fitter.plot import _view, draw
 from fitact.fitter.records import from_json, read
 from tests.conftest import ROOT, Command
 from tests.support.commands import FITS, MODEL, files, put, record, tree
@@ -365,6 +365,11 @@ def test_text_is_literal(text: str) -> None:
 @pytest.mark.parametrize(("text", "shown"), [("a\nb", "a\\nb"), ("x" * 41, "x" * 37 + "..."), ("\0", "\\x00")])
 def test_text_is_one_short_line(text: str, shown: str) -> None:
     assert literal(text) == shown
+
+
+@pytest.mark.parametrize(("text", "shown"), [("gelu", (-3.25, 3.25)), ("x + 2*sin(x)**2", (-10.0, 10.0))])
+def test_the_largest_error_is_drawn(text: str, shown: tuple[float, float]) -> None:
+    assert _view(fewbit.fit(Activation.of(text), 3, "fitted")) == shown
 
 
 def test_nothing_to_draw() -> None:
