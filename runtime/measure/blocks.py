@@ -59,7 +59,7 @@ def runs_of(subject: Subject) -> list[Run]:
         for path, block in blocks_of(subject.model, subject.blocks):
             stack.callback(block.register_forward_pre_hook(lambda *_: meter.mark("in")).remove)
             stack.callback(block.register_forward_hook(partial(leave, path), with_kwargs=True).remove)
-        with generators(subject.model), subject.environment(), torch.no_grad(), meter:
+        with generators(subject.model), subject.environment(), meter:
             subject.forward()
     if not calls or len({path for path, *_ in calls}) < len(calls):
         return [Run(("",), (subject.model,))]

@@ -212,7 +212,7 @@ def copied(
         raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
     subject = Subject(name, fake.train(), call, mode, autocast, device, blocks)
     try:
-        with restore.generators(model), subject.environment(), torch.no_grad(), restore.unchanged(fake):
+        with restore.generators(model), subject.environment(), restore.unchanged(fake):
             subject.forward()
     except UsageError as error:
         if not isinstance(error.__cause__, restore.NO_VALUES) or restore.has_no_values(model):

@@ -395,6 +395,22 @@ def test_blocks_that_are_named() -> None:
     assert named.least("exact") <= whole.least("exact")
 
 
+def test_a_forward_pass_that_differentiates() -> None:
+    """As where forces are gradients of an energy by positions."""
+
+    def forces(self: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.blocks(x).square().sum(), x, create_graph=True)
+        return force.square().mean()
+
+    model = built(forces, blocks=nn.Sequential(*(Block(32) for _ in range(3))))
+    x, owned = torch.randn(99, 32), [*model.parameters()]
+    plan = fitact.plan(model, gib=1, error="exact", example_inputs=x, **GIVEN)
+    with Meter(owned, CPU) as meter:  # PyTorch's tracker cannot run such a model
+        model(x).backward()
+    assert plan.peak == pytest.approx(meter.peak + sum(each.nbytes for each in owned), rel=1e-3)
+
+
 def test_policies_that_fail() -> None:
     """They have no points, and a note says what may be the cause: a list that grows where a block runs again."""
     cache: list[Tensor] = []
