@@ -111,9 +111,10 @@ class Subject:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Enter what surrounds a step."""
+        """Enter what surrounds a step, which has gradients wherever it is called from."""
         memory = without_memory(self.mode) if self.mode else without_packing()
-        with memory, gpu_kernels() if self.device == "cuda" else nullcontext():
+        kernels = gpu_kernels() if self.device == "cuda" else nullcontext()
+        with torch.inference_mode(False), torch.enable_grad(), memory, kernels:
             yield
 
     def casting(self) -> AbstractContextManager[Any]:
@@ -135,7 +136,7 @@ class Subject:
         loss = restore.loss_of(output)
         leaves = tree_leaves(output) if loss is None else [loss]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not tensors and torch.is_grad_enabled():
+        if not tensors:
             raise UsageError(f"{self.name}: no output depends on what is trained")
         return tensors
 
@@ -206,8 +207,9 @@ def copied(
     run = restore.runner(example_inputs)
     name = type(model).__name__
     try:
-        fake, mode = fake_copy(model)
-        call = faked(run, mode)
+        with torch.inference_mode(False):
+            fake, mode = fake_copy(model)
+            call = faked(run, mode)
     except Exception as error:
         raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
     subject = Subject(name, fake.train(), call, mode, autocast, device, blocks)

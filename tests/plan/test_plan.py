@@ -411,6 +411,15 @@ def test_a_forward_pass_that_differentiates() -> None:
     assert plan.peak == pytest.approx(meter.peak + sum(each.nbytes for each in owned), rel=1e-3)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_plans_are_of_training_wherever_they_are_made(around: Any) -> None:
+    model = nn.Sequential(*(Block(32) for _ in range(3)))
+    given = {"example_inputs": torch.randn(99, 32), **GIVEN}
+    with around():
+        without = fitact.plan(model, gib=1, **given)
+    assert without.saved and without.to_dict() == fitact.plan(model, gib=1, **given).to_dict()
+
+
 def test_policies_that_fail() -> None:
     """They have no points, and a note says what may be the cause: a list that grows where a block runs again."""
     cache: list[Tensor] = []
