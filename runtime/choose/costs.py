@@ -337,7 +337,8 @@ class _Parts:
             for i in range(last, first - 1, -1):
                 what = ("grad in", i) if i == first else ("grad out", i - 1)
                 before = self.places.get(("grad out", i - 1), end)
-                backward.append(max(backward[-1], self.places.get(what, before)))
+                after = self.places.get(what, before) if ("grad out", i) in self.places else 0  # or it has none
+                backward.append(max(backward[-1], after))
         there, back = pairwise([*forward, loss]), reversed([*pairwise([*backward, end])])
         self.parts = parts = [*zip(owners, _extras(subject, owners), there, back, strict=True)]
         self.blocks = [self._span(*part[1:]) for part in parts if part[0] is not None]

@@ -420,6 +420,25 @@ def test_plans_are_of_training_wherever_they_are_made(around: Any) -> None:
     assert without.saved and without.to_dict() == fitact.plan(model, gib=1, **given).to_dict()
 
 
+@pytest.mark.parametrize("first", ["student", "teacher"])
+def test_blocks_that_have_no_backward_pass(first: str) -> None:
+    """As those of a teacher: they take no part of the others' backward passes."""
+
+    def distance(self: Any, x: Tensor) -> Tensor:
+        outputs = {}
+        for name in dict.fromkeys((first, "student", "teacher")):
+            with torch.set_grad_enabled(name == "student"):
+                outputs[name] = getattr(self, name)(x)
+        return (outputs["student"] - outputs["teacher"]).square().mean()
+
+    student = nn.Sequential(nn.Linear(32, 32), *(Block(32) for _ in range(4)))
+    model = built(distance, student=student, teacher=copy.deepcopy(student).requires_grad_(False))
+    planner = fitact.planner(model, example_inputs=torch.randn(99, 32), error="exact", **GIVEN)
+    segments, baseline, policy = allowed(planner.costs, "exact"), planner.costs.baseline, POLICIES["baseline"]
+    assert peak(segments, every(segments, policy)) == pytest.approx(baseline.peak, rel=0.1)
+    assert sum(each.costs[policy].work.flops * each.count for each in segments) == baseline.work.flops
+
+
 def test_policies_that_fail() -> None:
     """They have no points, and a note says what may be the cause: a list that grows where a block runs again."""
     cache: list[Tensor] = []
