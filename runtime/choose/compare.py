@@ -213,6 +213,8 @@ def measure(
         except Exception as error:  # whatever the compiler cannot do must not cost the other rows
             notes.append(f"the compiler cannot trace the model: {one_line(error)}")
     progress(1.0)
+    # Those of a teacher save nothing.
+    saving_blocks = [kinds for path, _ in blocks if (kinds := baseline.saved.by_kind(path))]
     return Report(
         model=subject.name,
         training=subject.training,
@@ -229,7 +231,7 @@ def measure(
         sites=len(sites),
         blocks=len(blocks),
         block_name=type(blocks[0][1]).__name__,
-        block=baseline.saved.by_kind(blocks[len(blocks) // 2][0]),
+        block=saving_blocks[len(saving_blocks) // 2] if saving_blocks else {},
         operations=baseline.saved.by_operation(),
         modules=baseline.saved.by_module(),
         rows=tuple(rows),

@@ -216,6 +216,23 @@ def test_a_step_that_saves_nothing_has_a_table() -> None:
     assert re.search(r"^baseline +0 ", str(report), re.MULTILINE)
 
 
+def test_a_block_that_is_shown_saves_something() -> None:
+    """The blocks of a teacher, which is not differentiated, do not."""
+
+    def distance(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return F.mse_loss(self.student(x), target)
+
+    def model() -> tuple[nn.Module, torch.Tensor]:
+        parts = (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))) for _ in range(2))
+        return built(distance, **dict(zip(("student", "teacher"), parts, strict=True))), torch.randn(64, 8)
+
+    report = measure(from_callable(model), dtype="float32", budgets=())
+    assert report.blocks == 4
+    assert sum(report.block.values()) == 64 * 8 * 4  # its output; its input is saved by the block before it
+
+
 def test_by_module_by_operation_by_kind() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
