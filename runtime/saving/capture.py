@@ -110,7 +110,7 @@ class Capture(TorchFunctionMode):
         self._context = saved_tensors_hooks(self._pack, unpack)
         self._first_call = self._call = next_call()
         self.current: Call | None = None
-        self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
+        self.undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
         self._changed: Tensor | None = None
         self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
@@ -227,11 +227,11 @@ class Capture(TorchFunctionMode):
         """Make a call, and return its output, and what it saved that is no argument, or one that it changed."""
         self.current, self._changed = call_of(func, args, kwargs), changed
         self._changed_at = 0 if changed is None else version_of(changed)
-        undecided = self._undecided = []
+        undecided = self.undecided = []
         try:
             return func(*args, **kwargs), undecided
         finally:
-            self.current = self._undecided = self._changed = None
+            self.current = self.undecided = self._changed = None
 
     def computed(self, computed: Computed | Stored, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves and backward computes."""
@@ -293,10 +293,10 @@ class Capture(TorchFunctionMode):
         if not grows:
             stored = self._in_fewer_bytes(tensor, mark)
         if stored is None:
-            if self._undecided is not None and not self._is_argument(tensor):
+            if self.undecided is not None and not self._is_argument(tensor):
                 stored = Stored(tensor, self.hooks)
                 stored.first = next_call() - 1
-                self._undecided.append((stored, storage))
+                self.undecided.append((stored, storage))
                 return stored
             return self.store(tensor, mark, grows and not tensor.is_leaf)
         mark.add(stored)

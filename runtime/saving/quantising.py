@@ -173,7 +173,7 @@ class Quantising(Capture):
         """Return how a tensor is stored that autograd saves."""
         self._last, held = None, self._held
         stored = super().pack(tensor)
-        if self._held is held and tensor.requires_grad and tensor.numel() >= FEW and not self._undecided:
+        if self._held is held and tensor.requires_grad and tensor.numel() >= FEW and not self.undecided:
             self._held = None
         return self.computed(stored, tensor, self.current) if type(stored) is Quantised else stored
 
