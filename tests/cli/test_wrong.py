@@ -69,6 +69,9 @@ fit --fn leaky_relu --param negative_slope=0.2 --bits 1 -> --name is required fo
 fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
 fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
 fit --fn leaky_relu --param negative_slope=x --bits 1 --name a -> expected NAME=NUMBER
+fit --fn tanh --bits 1 -o folder -> folder
+fit --fn tanh --bits 2 -o good.json -> good.json: another fit
+fit --fn tanh --bits 2 -o file.json -> --force
 fit --fn tanh --bits 1 -o '' -> expected the name of a file
 fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
 fit --fn silu --method recompute -> --method recompute is for gates such as swiglu or silu(g)*u, got 'silu'
@@ -154,6 +157,8 @@ def test_wrong(status: int, line: str, part: str, command: Command, monkeypatch:
     for name in ("my_models", "leaves"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     put("file")
+    put("file.json", "not a fit")
+    Path("folder").mkdir()
     Path("folder.png").mkdir()
     put("good.json", record("good"))
     put("twin.json", record("good", "sigmoid"))

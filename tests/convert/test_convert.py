@@ -689,3 +689,11 @@ def test_the_error_of_the_gradient() -> None:
     assert 1e-3 < gradient.error < 0.2
     assert f"the gradient is off by {100 * gradient.error:.3g} % of its" in str(conversion)
     assert fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=X).gradient is None
+
+
+def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
+    x, given = torch.randn(512, 16), {"method": "fewbit", "gradients": True}
+    conversion = fitact.convert(Holds(nn.Hardtanh()), **given, example_inputs=x)
+    assert conversion.replaced and conversion.gradient.error == 0
+    nothing = fitact.convert(Holds(nn.GELU()), **given, example_inputs=lambda model: [model(x)][:0]).gradient
+    assert nothing.error is None and nothing.note

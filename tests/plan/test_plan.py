@@ -243,9 +243,11 @@ def test_bad_files_get_one_line(tmp_path: Path) -> None:
     group = {"policy": "baseline", "blocks": ["first.0"]}
     for change, message in (
         ({"schema": "other/1"}, "schema: expected fitact.plan/3, got 'other/1': this is not a plan"),
+        ({"schema": "fitact.plan/4"}, "upgrade fitact to read it"),
         ({"schema": "fitact.plan/2"}, "expected fitact.plan/3, got 'fitact.plan/2': make it again"),
         ({"gib": float("nan")}, "NaN is not a JSON number"),
         ({"peak": 10**400}, "peak: expected an integer below 2**63 in size"),
+        ({"more": 1}, "more: not a field"),
         ({"error": "none"}, "error: expected exact, rounding, coarse, got 'none'"),
         ({"model": "a\nb"}, "model: expected a printable text"),
         ({"groups": [group | {"policy": "os()"}]}, "groups[0].policy: expected baseline"),
