@@ -151,6 +151,5 @@ for name, compiled, count in (("ddp", whole, 1), ("fsdp", blocks, 2)):
 """
 
 
-def test_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_in_two_processes(tmp_path: Path) -> None:
     run(TRAIN, tmp_path, warnings="ignore", seconds=600)

@@ -43,7 +43,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     assert torch.equal(logits_of(), baseline)
 
 
-@pytest.mark.parametrize("name", full(MODELS, ("gpt2", "llama")))
+@pytest.mark.parametrize("name", full(("gpt2", "llama", TIMM_CONV), ("gpt2", "llama")))
 def test_gradients(name: str) -> None:
     """They are off by little more than was measured; Few-Bit's most where batches are normed."""
     few = 0.8 if name == TIMM_CONV else 0.2

@@ -10,6 +10,7 @@ from fitact.base import FitWarning
 from fitact.fitter.analysis import Activation
 from fitact.fitter.methods import inverted, inverted_published
 from fitact.fitter.numerics import DTYPES
+from tests.codegen.test_standalone import shipped
 from tests.support.curves import CURVES
 from tests.support.generated import patterns
 from tests.support.inverses import fitted, paper
@@ -47,7 +48,7 @@ def floor(keys, true):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_comes_near_the_floor(name, bits, dtype):
     value, derivative = CURVES[name].value, CURVES[name].derivative
-    fit = fitted(name, bits)
+    fit = shipped(f"{name}_inverted{bits}")
     x = np.unique(patterns(getattr(torch, dtype)).double().numpy())
     x = x[np.isfinite(x)]
     x = x[np.isfinite(cast(value(x), dtype))]
@@ -105,7 +106,7 @@ def test_a_part_that_overflows_where_x_nearly_does_matters_to_no_fit():
 
 
 def test_evaluation():
-    fit = fitted("gelu")
+    fit = shipped("gelu_inverted1")
     x = np.array([[-np.inf, -1e30, -5.0], [np.inf, 1e30, np.nan]])
     assert fit.code(x).tolist() == [[0, 0, 0], [1, 1, 0]]
     for dtype in DTYPES:

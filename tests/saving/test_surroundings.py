@@ -338,12 +338,12 @@ def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
 
 
 EVERY = CASES | ALONE | COMPILED
-# The quick models go through every case, of the others each through a fourth, and each case has a fourth of them.
+# The quick models go through every case, of the others each through an eighth, and each case has an eighth of them.
 ROWS = [
     pytest.param(name, case, marks=_marks(name, case))
     for i, name in enumerate((*SMALL, *REAL))
     for j, case in enumerate(EVERY if name in QUICK else CASES | ALONE if name in SMALL else CASES)
-    if name in QUICK or (i + j) % 4 == 0
+    if name in QUICK or (i + j) % 8 == 0
 ]
 
 

@@ -213,6 +213,7 @@ class Planner:
         self.error = error
         policies = [policy for policy in OF_BLOCKS if policy.error in errors and (self.host or not policy.offload)]
         self.costs = measure_costs(subject, device, policies, progress)
+        self.steps: dict[tuple[Policy, ...], Cost] = {}  # that were measured
         self.notes = self.costs.notes
         configs = (getattr(module, "config", None) for module in subject.model.modules())
         if self.notes and any(getattr(config, "use_cache", False) for config in configs):
@@ -346,8 +347,10 @@ class Planner:
         return best
 
     def _done(self, segments: Sequence[Segment], answer: Answer) -> Answered:
-        taken = [policy for policy, _ in _blocks(segments, answer)]
-        return _groups(segments, answer), step(self.subject, self.device, self.costs.runs, taken, answer[-1][0])
+        *taken, rest = policies = *(policy for policy, _ in _blocks(segments, answer)), answer[-1][0]
+        if policies not in self.steps:
+            self.steps[policies] = step(self.subject, self.device, self.costs.runs, taken, rest)
+        return _groups(segments, answer), self.steps[policies]
 
 
 def _quicker(candidate: Cost, other: Cost) -> bool:
