@@ -159,9 +159,11 @@ def multiply(a: Interval, b: Interval) -> Interval:
     """Return the enclosure of a product; 0 times an infinite end is 0, as the numbers themselves are finite."""
     if a[0].is_nan() or b[0].is_nan():
         return EMPTY
-    of, by = (u[:1] if u[0] is u[1] else u for u in (a, b))  # a number has one end
-    ends = [ZERO if u == 0 or v == 0 else u * v for u in of for v in by]
-    return min(end.lower() for end in ends), max(end.upper() for end in ends)
+    of, by = a[:1] if a[0] is a[1] else a, b[:1] if b[0] is b[1] else b  # a number has one end
+    ends = [ZERO if u.is_zero() or v.is_zero() else u * v for u in of for v in by]
+    if len(ends) == 1:
+        return ends[0].lower(), ends[0].upper()
+    return min([end.lower() for end in ends]), max([end.upper() for end in ends])
 
 
 def reciprocal(u: Interval) -> Interval:

@@ -28,39 +28,42 @@ class Arithmetic:
 
     def evaluate(self, expr: Expr, at: Any, done: dict[Expr, Any] | None = None) -> Any:
         """Return the value of a formula; `done` receives the value of every subformula."""
-        done = {} if done is None else done
-        done[x] = at
-        for node, kind, arguments in steps(expr):
-            values = [done[argument] for argument in arguments]
+        values = [at]
+        for node, kind, places in steps(expr):
             if kind is None:
-                done[node] = self.constant(node)
+                value = self.constant(node)
             elif kind is sympy.Add:
-                done[node] = reduce(self.add, values)
+                value = reduce(self.add, [values[place] for place in places])
             elif kind is sympy.Mul:
-                done[node] = reduce(self.multiply, values)
+                value = reduce(self.multiply, [values[place] for place in places])
             elif kind is sympy.Pow:
-                base, exponent = values
-                done[node] = self.power(base, exponent, arguments[1])
+                value = self.power(values[places[0]], values[places[1]], node.args[1])
             else:
-                done[node] = getattr(kind, self.column)(*values)
-        return done[expr]
+                value = getattr(kind, self.column)(*[values[place] for place in places])
+            values.append(value)
+        if done is not None:
+            done.update(zip([x, *(node for node, _, _ in steps(expr))], values, strict=True))
+        return values[-1]
 
 
 @lru_cache(maxsize=1024)
-def steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[Expr, ...]], ...]:
-    """Return the subformulas in the order of evaluation: each, its function and arguments; None for a constant."""
-    steps: dict[Expr, tuple[Expr, Any, tuple[Expr, ...]]] = {}
+def steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[int, ...]], ...]:
+    """Return the subformulas in the order of evaluation: each, its function, and the places of its arguments' values.
 
-    def visit(node: Expr) -> None:
-        if node == x or node in steps:
-            return
-        arguments = () if not varies(node) else terms(node) if node.is_Add else node.args
-        for argument in arguments:
-            visit(argument)
-        steps[node] = (node, node.func if varies(node) else None, arguments)
+    The place of `x` is 0, those of the subformulas follow in this order. A constant has None for a function.
+    """
+    places = {x: 0}
+    steps: list[tuple[Expr, Any, tuple[int, ...]]] = []
+
+    def visit(node: Expr) -> int:
+        if node not in places:
+            arguments = () if not varies(node) else terms(node) if node.is_Add else node.args
+            steps.append((node, node.func if varies(node) else None, tuple([visit(each) for each in arguments])))
+            places[node] = len(steps)
+        return places[node]
 
     visit(expr)
-    return tuple(steps.values())
+    return tuple(steps)
 
 
 def evaluate(expr: Expr, at: Array) -> Array:

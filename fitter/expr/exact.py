@@ -123,8 +123,9 @@ def _power(base: Ball, exponent: Ball, symbolic: Expr) -> Ball:
     return base.sqrt() if symbolic == sympy.S.Half else balls.exp(exponent * base.log())
 
 
-def _interval(node: Expr) -> Interval:
-    ball = _constant(node, ctx.prec)
+@lru_cache(maxsize=10_000)
+def _interval(node: Expr, bits: int) -> Interval:
+    ball = _constant(node, bits)
     low = ball.lower()
     return (low, low) if ball.is_exact() else (low, ball.upper())
 
@@ -149,4 +150,4 @@ def _raised(base: Interval, exponent: Interval, symbolic: Expr) -> Interval:
 
 
 BALLS = Arithmetic(lambda node: _constant(node, ctx.prec), _add, operator.mul, _power, "arb")
-INTERVALS = Arithmetic(_interval, balls.add, balls.multiply, _raised, "enclosure")
+INTERVALS = Arithmetic(lambda node: _interval(node, ctx.prec), balls.add, balls.multiply, _raised, "enclosure")
