@@ -48,7 +48,7 @@ class Arithmetic:
 
 @lru_cache(maxsize=1024)
 def steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[int, ...]], ...]:
-    """Return the subformulas in the order of evaluation: each, its function, and the places of its arguments' values.
+    """Return the subformulas in the order of evaluation: each, its function, and where its arguments' values are.
 
     The place of `x` is 0, those of the subformulas follow in this order. A constant has None for a function.
     """

@@ -2,8 +2,11 @@
 
 import ast
 import json
+import os
 import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,32 +60,24 @@ def test_python_parses(page: str) -> None:
             ast.parse(block)
 
 
-RUN = """
-import runpy, sys
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def run(file: str, folder: Path, *arguments: str) -> str:
-    """Run some steps of a file as a reader does, with the packages of the environment; return what it prints."""
-    return python(RUN, ROOT / file, "--steps", *arguments, folder=folder, HF_HUB_OFFLINE="1", TRITON_INTERPRET="0")
-
-
-def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
-    """Return the print, MiB and loss."""
-    printed = run("docs/examples/finetune_lora.py", folder, "4", *arguments)
-    patterns = r"saved for backward: ([\d.]+) MiB", r"loss (\S+) over 4 steps"
-    return printed, *(float(re.findall(pattern, printed)[0]) for pattern in patterns)
-
-
 @pytest.mark.full
 @pytest.mark.long
-def test_finetune_lora(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_finetune_lora(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Converted it saves at least 40 % less, learns the same to the last bit, and leaves nothing behind."""
-    plain, saved, loss = finetune(tmp_path, "--plain")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    printed = []
+    for arguments in (["--plain"], []):
+        monkeypatch.setattr(sys, "argv", ["finetune_lora.py", "--steps", "4", *arguments])
+        runpy.run_path(str(ROOT / "docs/examples/finetune_lora.py"), run_name="__main__")
+        printed.append(capsys.readouterr().out)
+    patterns = r"saved for backward: ([\d.]+) MiB", r"loss (\S+) over 4 steps"
+    (saved, loss), (less, other) = ([float(re.findall(each, text)[0]) for each in patterns] for text in printed)
+    plain, table = printed
     assert "runs in saving" not in plain
-    table, less, other = finetune(tmp_path)
     assert 'runs in saving("exact")' in table and "the gradient equals the baseline's, bit for bit" in table
     assert less < 0.6 * saved and other == loss and not [*tmp_path.iterdir()]
 
@@ -143,10 +138,14 @@ def test_from_an_empty_folder_to_a_trained_model(tmp_path: Path, command: Comman
 def test_demo(tmp_path: Path) -> None:
     (tmp_path / "generated").mkdir()
     shutil.copy(ROOT / "generated" / "gelu_fewbit3.py", tmp_path / "generated")  # what the first commands make
-    assert "gelu_fewbit3" in run("benchmarks/demo.py", tmp_path, "24")
+    sizes = "demo.BATCH, demo.VALIDATION_BATCHES, demo.CHARACTERS = 4, 2, 10**5"
+    short = f"from benchmarks import demo; {sizes}; demo.main()"
+    assert "gelu_fewbit3" in python(
+        short, "--steps", 20, folder=tmp_path, PYTHONPATH=os.pathsep.join(sys.path), TRITON_INTERPRET="0"
+    )
     exact, fewbit = json.loads((tmp_path / "results.json").read_text())
-    assert exact["activation_bytes"] == 4 * 16 * 128 * 512 * 4
-    assert fewbit["activation_bytes"] == 4 * 16 * 128 * 512 * 3 // 8
+    assert exact["activation_bytes"] == 4 * 4 * 128 * 512 * 4
+    assert fewbit["activation_bytes"] == 4 * 4 * 128 * 512 * 3 // 8
     assert exact["saved_bytes"] - fewbit["saved_bytes"] == exact["activation_bytes"] - fewbit["activation_bytes"]
     assert exact["losses"][0] == fewbit["losses"][0]
     assert all(result["losses"][-1] < 0.8 * result["losses"][0] for result in (exact, fewbit))
