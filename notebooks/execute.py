@@ -56,6 +56,7 @@ def executed(path: Path, timeout: int = TIMEOUT) -> Any:
             notebook,
             km=manager,
             timeout=timeout,
+            shutdown_kernel="immediate",
             record_timing=False,
             coalesce_streams=True,
             resources={"metadata": {"path": str(path.parent)}},
