@@ -5,9 +5,9 @@ Writes notebooks/fits/*.json; the same command gives the same files.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from fitact.cli import main
 
 FITS = Path(__file__).resolve().parent / "fits"
 MIXTURE = "--method relumix --bits"
@@ -25,8 +25,8 @@ COMMANDS = {
 
 def refit(name: str, folder: Path) -> None:
     """Run the command of a fit, by its name in COMMANDS, and write its file into a folder."""
-    command = [sys.executable, "-m", "fitact", "fit", *COMMANDS[name].split(), "--force"]
-    subprocess.run([*command, "-o", str(folder / f"{name}.json")], check=True)
+    status = main(["fit", *COMMANDS[name].split(), "--force", "-o", str(folder / f"{name}.json")])
+    assert status == 0
 
 
 if __name__ == "__main__":

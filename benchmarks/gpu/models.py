@@ -56,7 +56,7 @@ TINY = {  # of the rehearsal
         *("num_hidden_layers", 2, 3, 2, 32),
         lora=True,
     ),
-    "ViT-L": Size("vit", {"embed_dim": 64, "num_heads": 4}, "depth", 2, 3, 2, 197),
+    "ViT-L": Size("vit", {"embed_dim": 64, "num_heads": 4}, "depth", 1, 3, 2, 197),
 }
 
 
