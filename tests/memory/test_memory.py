@@ -282,10 +282,11 @@ def test_dropout_of_a_gpu() -> None:
 
 ALIVE: list[Any] = [("llama", name, cast) for name in CANDIDATES for cast in (None, HALF)]
 ALIVE += [("resnet", "baseline", HALF)]  # statistics of norms are as wide as real ones
-ALIVE += [  # each candidate with each kind of model, in half precision by autocast or without in turn
+ALIVE += [  # each kind of model with a third of the candidates, in half precision by autocast or without in turn
     pytest.param(kind, name, (None, HALF)[(i + j) % 2], marks=pytest.mark.full)
     for i, kind in enumerate(kind for kind in SMALL if kind != "llama")
     for j, name in enumerate(name for name in CANDIDATES if name not in ("fewbit1", "output"))
+    if (i + j) % 3 == 0 or name == "saving, rounding"
 ]
 
 
