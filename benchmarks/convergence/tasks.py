@@ -107,13 +107,19 @@ def prose() -> str:
     return "".join(character for character in text if character in ALPHABET)
 
 
+@cache
+def encoded(text: Callable[[], str]) -> Tensor:
+    """Return the places of a text's characters in the alphabet."""
+    index = {character: i for i, character in enumerate(ALPHABET)}
+    return torch.tensor([index[character] for character in text()])
+
+
 def text_data(text: Callable[[], str], recipe: Recipe, seed: int, device: str) -> Data:
     """Return texts of `length` characters and the characters that follow each.
 
     The last tenth is held out: as many texts, evenly spaced, as the recipe says, the same for every seed.
     """
-    index = {character: i for i, character in enumerate(ALPHABET)}
-    data = torch.tensor([index[character] for character in text()], device=device)
+    data = encoded(text).to(device)
     cut = len(data) * 9 // 10
     window = torch.arange(recipe.length + 1, device=device)
 
