@@ -22,8 +22,9 @@ from tests.support import generated
 from tests.support.built import built
 from tests.support.generated import DTYPES, EACH_DTYPE, EACH_HALF, LAYOUTS, Generated, run, same, sizes
 from tests.support.inverses import SOME, unpacked
-from tests.support.kinds import each, each_kind, every_kind, kind
+from tests.support.kinds import QUICK, USUAL, each, every_kind, kind
 from tests.support.processes import python
+from tests.support.rows import full, turning
 from tests.support.steps import PIECEWISE_LINEAR
 
 
@@ -83,9 +84,7 @@ def test_keys_differ() -> None:
     assert all(registry.register(registry.find(key)) == key for key in keys.values()), "twice is harmless"
 
 
-@every_kind
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(("case", "layout", "autocast"), turning(USUAL, LAYOUTS, (False, True)), indirect=["case"])
 def test_layouts(case: Generated, layout: str, autocast: bool) -> None:
     """Bit for bit and in the same order of memory, with a gradient and without, in every dtype."""
     for dtype in DTYPES:
@@ -129,10 +128,11 @@ def reshaped(function: Callable, shape: str) -> nn.Module:
     return built(lambda self, x: SHAPES[shape](function(x)))
 
 
-@each_kind
-@EACH_SHAPE
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_saved_by_a_small_mlp_that_is_compiled(case: Generated, shape: str, backend: str) -> None:
+SMALL = full(turning(QUICK, ("eager", "aot_eager", "inductor"), SHAPES), lambda row: row[1] != "inductor")
+
+
+@pytest.mark.parametrize(("case", "backend", "shape"), SMALL, indirect=["case"])
+def test_saved_by_a_small_mlp_that_is_compiled(case: Generated, backend: str, shape: str) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(32, 128), reshaped(case.function, shape), nn.Linear(128, 32)).bfloat16()
     x = torch.randn(2, 128, 32, dtype=torch.bfloat16)

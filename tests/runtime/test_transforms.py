@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fitact.runtime.kernels.ops import NUMBER
 from fitact.runtime.measure.saved import count_saved
 from tests.support import generated
-from tests.support.generated import CHANGES, EACH_DTYPE, LAYOUTS, Generated, run, same, sizes
-from tests.support.kinds import NORMS, OPERATIONS, QUICK, USUAL, each_kind, every_kind, kinds, operation, passes
+from tests.support.generated import CHANGES, DTYPES, LAYOUTS, Generated, run, same, sizes
+from tests.support.kinds import NORMS, OPERATIONS, QUICK, USUAL, each_kind, every_kind, operation, passes
 from tests.support.learned import CASES
-from tests.support.rows import full
+from tests.support.rows import full, turning
 from tests.support.saving import Operators
 
 BACKENDS = ["eager", "aot_eager"]
@@ -38,10 +38,9 @@ WAYS = [
     ("aot_eager", "transposed", "inside"),
     ("eager", "transposed", ""),
 ]
-COMPILED = full(product(OPERATIONS, WAYS), lambda row: row[0] in USUAL or row[1] == WAYS[0])
 
 
-@pytest.mark.parametrize(("name", "variant"), COMPILED)
+@pytest.mark.parametrize(("name", "variant"), sorted({*product(QUICK, WAYS), *turning(OPERATIONS, WAYS)}))
 def test_compiled(name, variant):
     """In one graph, values, gradients, strides and saved bytes are those of eager code."""
     each, (backend, layout, autocast) = operation(name), variant
@@ -58,7 +57,8 @@ def test_compiled(name, variant):
     assert saved == before or name in CASES
 
 
-BUDGETS = full(product((*QUICK, *NORMS), (1.0, 0.5, 0.0)), [("gelu_fewbit3", 1.0)])
+BUDGETS = {*product(QUICK, (1.0, 0.0)), *turning((*QUICK, *NORMS), (1.0, 0.5, 0.0))}
+BUDGETS = full(sorted(BUDGETS), [("gelu_fewbit3", 1.0)])
 
 
 @pytest.mark.parametrize(("name", "budget"), BUDGETS)
@@ -78,11 +78,10 @@ def test_compile_with_the_default_backend(name, budget):
         assert set(sizes(saved)) == {y.nbytes, *passes(function, [x])[1]}
 
 
-ORDERED = product(OPERATIONS, ("contiguous", "transposed", "channels_last"))
-ORDERS = full(ORDERED, lambda row: row[1] == "contiguous" or row[0] in QUICK)
+ORDERS = ("contiguous", "transposed", "channels_last")
 
 
-@pytest.mark.parametrize(("name", "layout"), ORDERS)
+@pytest.mark.parametrize(("name", "layout"), sorted({*product(QUICK, ORDERS), *turning(OPERATIONS, ORDERS)}))
 def test_compile_dynamic_recompiles_once(name, layout):
     torch._dynamo.reset()
     each, counter = operation(name), CompileCounterWithBackend("aot_eager")
@@ -114,9 +113,10 @@ def test_compiled_code_asks_for_gradients_too(case: Generated) -> None:
         assert same(changing(x.clone().requires_grad_()), 2 * case.baseline(x))
 
 
-CHANGED = (row for row in product(USUAL, CHANGES, LAYOUTS, (None, *BACKENDS)) if row[2] != "empty")
-CHANGED = [row for row in CHANGED if row[3] is None or row[2] in ("contiguous", "transposed")]
-CHANGED = full(CHANGED, lambda row: row[3] is None or row[0] == "gelu_inverted1")
+CHANGED = turning(USUAL, [layout for layout in LAYOUTS if layout != "empty"], CHANGES)
+CHANGED = {(name, change, layout, None) for name, layout, change in CHANGED}
+ALSO = {(*row, *way) for *row, way in turning(USUAL, CHANGES, [*product(("contiguous", "transposed"), BACKENDS)])}
+CHANGED = full(sorted(CHANGED, key=str) + sorted(ALSO), lambda row: row[3] is None or row[0] == "gelu_inverted1")
 
 
 @pytest.mark.parametrize(("case", "change", "layout", "backend"), CHANGED, indirect=["case"])
@@ -136,11 +136,13 @@ def test_a_change_of_the_output(case: Generated, change: str, layout: str, backe
     case.check_gradient(x, before, dy, dx)
 
 
-@kinds(*QUICK, "own_inverted")
+OPCHECKED = turning(((4, 2500), (), (0,), (8192,)), (*QUICK, "own_inverted"), DTYPES)
+OPCHECKED = full(OPCHECKED, lambda row: row[0] != (8192,))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
-@pytest.mark.parametrize("shape", [(), (0,), (4, 2500), pytest.param((8192,), marks=pytest.mark.full)], ids=str)
-@EACH_DTYPE
-def test_opcheck(case: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "case", "dtype"), OPCHECKED, ids=str, indirect=["case"])
+def test_opcheck(shape: tuple[int, ...], case: Generated, dtype: torch.dtype) -> None:
     x, key = torch.randn(shape).to(dtype), case.key
     for out in {dtype, torch.bfloat16} if case.saves_output and dtype != torch.float64 else {dtype}:
         turned = x, None, 1, 0.0, list(reversed(range(x.dim()))), NUMBER[out], key

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,13 @@ import pytest
 def listed(text: str) -> list[str]:
     """Return texts that stand two spaces or a line apart."""
     return re.split(r" {2,}|\n\s*", text.strip())
+
+
+def turning(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the product of all axes but the last, which goes through its values while any other does."""
+    *given, last = map(list, axes)
+    rows = product(*map(enumerate, given))
+    return [(*(value for _, value in row), last[sum(i for i, _ in row) % len(last)]) for row in rows]
 
 
 def full(rows: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
