@@ -16,7 +16,7 @@ from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
 from tests.support.built import built
 from tests.support.compilers import needs_compiler
 from tests.support.processes import python
-from tests.support.rows import full
+from tests.support.rows import full, turning
 
 
 def turned(layer: nn.Module) -> nn.Module:
@@ -33,6 +33,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "rms norm": lambda: MSRMSNorm(16),
 }
 QUICK = ("fewbit", "output, turned", "rms norm")
+EXPORTED = full(turning((True, False), LAYERS, (True, False)), lambda row: row[1] in (*QUICK, "inverted"))
 BATCH = ({0: torch.export.Dim("batch")},)
 
 
@@ -58,10 +59,8 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 # Before 2.13 PyTorch warns of what it has just read itself.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("name", full(LAYERS, (*QUICK, "inverted")))
-def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strict", "name", "grad"), EXPORTED)
+def test_exported_programs(strict: bool, name: str, grad: bool, tmp_path: Path) -> None:
     """Saved and loaded again, too: outputs and gradients are eager's, of any size."""
     program = export(between_layers(name), torch.randn(6, 8), strict=strict, grad=grad)
     torch.export.save(program, tmp_path / "program.pt2")
@@ -90,12 +89,13 @@ def test_other_strides_than_the_example_s(name: str) -> None:
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize(("names", "grad"), [(QUICK, True), (tuple(LAYERS), False)])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
-def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Path) -> None:
-    model = between_layers(*names)
-    program = export(model, torch.randn(6, 8), grad=grad)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+def test_compiled_ahead_of_time(tmp_path: Path) -> None:
+    model = between_layers(*QUICK, "inverted", "layer norm")
+    options = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of PyTorch's own C++, which takes long
+    path = torch._inductor.aoti_compile_and_package(
+        export(model, torch.randn(6, 8)), package_path=str(tmp_path / "model.pt2"), inductor_configs=options
+    )
     compiled = torch._inductor.aoti_load_package(path)
     for rows in (6, 2000):
         x = torch.randn(rows, 8)
@@ -111,6 +111,11 @@ RUN = """
 x, expected = torch.load("expected.pt")
 with torch.set_grad_enabled({}):
     torch.testing.assert_close({}(x), expected)
+"""
+REGISTERED = """
+import sys
+torch.ops.fitact.forward.default
+assert {"fitact.runtime.norms", "fitact.runtime.shipped"} <= {*sys.modules}
 """
 
 
@@ -128,27 +133,28 @@ else:
 
 CHOOSE = "fitact.runtime.choose"
 IMPORTS = {
-    "torch first": ["import torch", "import fitact"],
-    "torch is looked for": ["import fitact, importlib.util", "importlib.util.find_spec('torch')", "import torch"],
     "in the runtime": ["import fitact.runtime.kernels.reference", "import torch"],
-    "torch fails": ["import sys, fitact", fails("torch._utils", "torch"), "import torch"],
+    "torch is looked for, and fails": [
+        "import sys, fitact, importlib.util",
+        "importlib.util.find_spec('torch')",
+        fails("torch._utils", "torch"),
+        "import torch",
+    ],
     "the runtime fails": ["import sys, fitact", fails(f"{CHOOSE}.detect", f"{CHOOSE}.convert"), "import torch"],
 }
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported")
+def test_import_fitact_is_all_that_loading_needs(tmp_path: Path) -> None:
     model, x = between_layers(*LAYERS), torch.randn(6, 8)
-    torch.export.save(export(model, x), folder / "program.pt2")
-    torch.save((x, model(x).detach()), folder / "expected.pt")
-    return folder
-
-
-@pytest.mark.parametrize("order", full(IMPORTS, ("torch first", "the runtime fails")))
-def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> None:
+    torch.export.save(export(model, x), tmp_path / "program.pt2")
+    torch.save((x, model(x).detach()), tmp_path / "expected.pt")
     run = RUN.format(True, 'torch.export.load("program.pt2").module()')
-    python("\n".join([*IMPORTS[order], run]), folder=exported, warnings="ignore")
+    python("import torch, fitact" + REGISTERED + run, folder=tmp_path, warnings="ignore")
+
+
+@pytest.mark.parametrize("order", full(IMPORTS, ("the runtime fails",)))
+def test_operators_are_registered_in_any_order_of_imports(order: str) -> None:
+    python("\n".join([*IMPORTS[order], REGISTERED]), warnings="ignore")
 
 
 def test_keys_import_nothing_but_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
