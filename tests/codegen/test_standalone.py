@@ -18,6 +18,7 @@ from fitact import runtime
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate, render
 from fitact.fitter.records import AnyFit, read
+from fitact.runtime.kernels.ops import HAS_TRITON
 from tests.conftest import ROOT
 from tests.support.commands import tree
 from tests.support.generated import made_up, run
@@ -91,13 +92,21 @@ def test_the_namespace_tells_texts_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not spaces() & actual
 
 
+# Each argument is done in a process of its own that has PyTorch already.
 START = """
-import importlib, sys
+import importlib, os, sys
 import torch
 
-folder, mode, *names = sys.argv[1:]
+folder, *parts = sys.argv[1:]
 sys.path.insert(0, folder)
 sys.modules["fitact"] = None  # cannot be imported
+for part in parts:
+    if not os.fork():
+        break
+    assert os.wait()[1] == 0, part
+else:
+    sys.exit()
+mode, *names = part.split(",")
 """
 # Values, gradients, dtypes and bytes saved, where fitact cannot be imported, beside those of the package.
 OBSERVE = """
@@ -105,6 +114,8 @@ from functools import partial
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+assert "triton" not in sys.modules
+os.environ["TRITON_INTERPRET"] = str(int(mode == "interpreted"))
 if mode == "without triton":
     sys.modules["triton"] = None
 launched = []
@@ -143,25 +154,30 @@ for name in names:
     assert observe(importlib.import_module(f"fitact.generated.{name}"), name) == observed[name], name
 print("compared", len(names))
 """
-MODES = [("as it is", ["gelu_inverted1", "softplus_output"]), ("interpreted", NAMES[:1])]
-MODES += [(mode, NAMES) for mode in ("as it is", "interpreted", "without triton")]
+MODES = [(["as it is", "gelu_inverted1", "softplus_output"], ["interpreted", "gelu_fewbit3"])]
+MODES += [(["without triton", *NAMES], ["interpreted", "gelu_inverted1", "gelu_relumix2", "softplus_output"])]
 
 
-def alone(script: str, folder: Path, *arguments: str, **environment: str) -> str:
+def alone(script: str, folder: Path, *parts: list[str]) -> str:
     """Run a script that has a folder's modules and no fitact; return what it prints."""
-    return python(START + script, folder, *arguments, folder=folder, warnings="error::UserWarning", **environment)
+    return python(START + script, folder, *map(",".join, parts), folder=folder, warnings="error::UserWarning")
 
 
-@pytest.mark.parametrize(("mode", "names"), full(MODES, lambda row: row[1] is not NAMES))
-def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
-    if mode == "interpreted":
-        pytest.importorskip("triton", reason="Triton is for Linux only")
-    interpreted = str(int(mode == "interpreted"))
-    actual = alone(OBSERVE, folder, mode, *names, TRITON_INTERPRET=interpreted)
-    assert actual == f"compared {len(names)}\n"
+@pytest.mark.parametrize("parts", full([(row,) for row in MODES], lambda row: row[0] is MODES[0]))
+def test_without_fitact(parts: tuple[list[str], ...], folder: Path) -> None:
+    parts = tuple(part for part in parts if HAS_TRITON or part[0] != "interpreted")
+    assert alone(OBSERVE, folder, *parts) == "".join(f"compared {len(part) - 1}\n" for part in parts)
 
 
 COMPILED = """
+if mode == "load":
+    path, name, place = names
+    function = getattr(importlib.import_module(place), name)
+    x = torch.linspace(-5, 5, 99).requires_grad_()
+    found, expected = torch.export.load(path).module()(x), function(x)
+    (a,), (b,) = (torch.autograd.grad(y.sum(), x) for y in (found, expected))
+    print(found.equal(expected), a.equal(b))
+    sys.exit()
 for name in names:
     module = importlib.import_module(name)
     layer = getattr(module, module.__all__[0])()
@@ -175,24 +191,17 @@ for name in names:
     torch.export.save(exported, f"{folder}/{name}.pt2")
 print("compiled", len(names))
 """
-LOADED = """
-name, path = names
-function = getattr(importlib.import_module(mode), name)
-x = torch.linspace(-5, 5, 99).requires_grad_()
-found, expected = torch.export.load(path).module()(x), function(x)
-(a,), (b,) = (torch.autograd.grad(y.sum(), x) for y in (found, expected))
-print(found.equal(expected), a.equal(b))
-"""
-BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("aot_eager", NAMES), ("inductor", NAMES[:2])]
+BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("inductor", ["gelu_fewbit3", "gelu_inverted1", "softplus_output"])]
 
 
 @pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
-def test_compiled_and_exported_without_fitact(backend, names, folder: Path, tmp_path: Path) -> None:
+def test_compiled_and_exported_without_fitact(backend, names, folder: Path) -> None:
     """A program loads with a copy of the folder, whatever the name that this is imported by."""
-    assert alone(COMPILED, folder, backend, *names) == f"compiled {len(names)}\n"
-    shutil.copytree(folder / names[0], tmp_path / "project" / "layers" / "own")
-    program = str(folder / f"{names[0]}.pt2")
-    assert alone(LOADED, tmp_path, "project.layers.own", names[0], program) == "True True\n"
+    place = f"of_{backend}.layers.own"
+    shutil.copytree(folder / names[0], folder.joinpath(*place.split(".")))
+    load = ["load", str(folder / f"{names[0]}.pt2"), names[0], place]
+    actual = alone(COMPILED, folder, [backend, *names], load)
+    assert actual == f"compiled {len(names)}\nTrue True\n"
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:
