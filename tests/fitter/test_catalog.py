@@ -124,7 +124,8 @@ from fitact.fitter.records import read
 for name in sys.argv[1:]:
     assert again(read(Path(name))).to_json() == Path(name).read_text(), name
 """
-TOGETHER = ["gelu_fewbit3", "silu_fewbit4", "mish_relumix2", "silu_relumix2", "../../notebooks/fits/gelu_relumix4"]
+TOGETHER = ["gelu_fewbit3", "silu_fewbit4", "mish_relumix2"]
+TOGETHER += [f"../../notebooks/fits/{name}" for name in ("gelu_relumix3", "silu_relumix4")]
 
 
 @pytest.mark.parametrize("names", full([["silu_inverted1"], TOGETHER], lambda names: len(names) == 1))

@@ -338,7 +338,7 @@ def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
 
 
 EVERY = CASES | ALONE | COMPILED
-# The quick models go through every case, of the others each through an eighth, and each case has an eighth of them.
+# The quick models go through every case, the others through an eighth each, and each case has an eighth of them.
 ROWS = [
     pytest.param(name, case, marks=_marks(name, case))
     for i, name in enumerate((*SMALL, *REAL))
