@@ -197,11 +197,9 @@ BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("inductor", ["gelu_fewbit3", "ge
 @pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
 def test_compiled_and_exported_without_fitact(backend, names, folder: Path) -> None:
     """A program loads with a copy of the folder, whatever the name that this is imported by."""
-    place = f"of_{backend}.layers.own"
-    shutil.copytree(folder / names[0], folder.joinpath(*place.split(".")))
-    load = ["load", str(folder / f"{names[0]}.pt2"), names[0], place]
-    actual = alone(COMPILED, folder, [backend, *names], load)
-    assert actual == f"compiled {len(names)}\nTrue True\n"
+    shutil.copytree(folder / names[0], folder / f"of_{backend}" / "layers" / "own")
+    load = ["load", str(folder / f"{names[0]}.pt2"), names[0], f"of_{backend}.layers.own"]
+    assert alone(COMPILED, folder, [backend, *names], load) == f"compiled {len(names)}\nTrue True\n"
 
 
 def passes(module: ModuleType, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,10 +43,7 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
 
 @pytest.mark.parametrize(("name", "x", "y", "target"), ROWS)
 def test_compiled_ahead_of_time(name: str, x: str, y: str, target: str) -> None:
-    """Neither spills nor shared memory; vectors of 16 bytes, of 8 where a thread's share of a row is no more.
-
-    A row is loaded and stored once, masked or not; the planes of codes once a tile.
-    """
+    """No spills, no shared memory; vectors of 16 bytes, or of a thread's share of a row; each is accessed once."""
     case = kind(name)
     for pass_ in ("forward", "backward"):
         kernel, forward = Kernel(pass_, find(case.key)), pass_ == "forward"

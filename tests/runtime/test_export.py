@@ -113,7 +113,7 @@ with torch.set_grad_enabled({}):
     torch.testing.assert_close({}(x), expected)
 """
 REGISTERED = """
-import sys
+import sys, torch
 torch.ops.fitact.forward.default
 assert {"fitact.runtime.norms", "fitact.runtime.shipped"} <= {*sys.modules}
 """
@@ -132,15 +132,11 @@ else:
 
 
 CHOOSE = "fitact.runtime.choose"
+LOOKED_FOR = "import sys, fitact, importlib.util as util\nutil.find_spec('torch')"
 IMPORTS = {
-    "in the runtime": ["import fitact.runtime.kernels.reference", "import torch"],
-    "torch is looked for, and fails": [
-        "import sys, fitact, importlib.util",
-        "importlib.util.find_spec('torch')",
-        fails("torch._utils", "torch"),
-        "import torch",
-    ],
-    "the runtime fails": ["import sys, fitact", fails(f"{CHOOSE}.detect", f"{CHOOSE}.convert"), "import torch"],
+    "in the runtime": "import fitact.runtime.kernels.reference",
+    "torch is looked for, and fails": LOOKED_FOR + fails("torch._utils", "torch"),
+    "the runtime fails": "import sys, fitact" + fails(f"{CHOOSE}.detect", f"{CHOOSE}.convert"),
 }
 
 
@@ -154,7 +150,7 @@ def test_import_fitact_is_all_that_loading_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", full(IMPORTS, ("the runtime fails",)))
 def test_operators_are_registered_in_any_order_of_imports(order: str) -> None:
-    python("\n".join([*IMPORTS[order], REGISTERED]), warnings="ignore")
+    python(IMPORTS[order] + REGISTERED, warnings="ignore")
 
 
 def test_keys_import_nothing_but_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -598,8 +598,8 @@ def hard(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield hostile((100, 192), dtype).relu()
     x = patterns(dtype)[:: 1 if GPU else 21] if dtype != torch.float32 else anything()[: 2**22 if GPU else 2**12]
     shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))][: len(x) // 128 * 128]
-    one = x if GPU else x[:320]  # each block of a tensor of one dimension is interpreted alone
-    yield from (one, shuffled.view(-1, 128), torch.where(shuffled.isfinite(), shuffled, 1).sort()[0].view(-1, 128))
+    yield x if GPU else x[:320]  # each block of a tensor of one dimension is interpreted alone
+    yield from (shuffled.view(-1, 128), torch.where(shuffled.isfinite(), shuffled, 1).sort()[0].view(-1, 128))
 
 
 def at_thresholds(bits: int) -> Iterator[torch.Tensor]:
