@@ -112,6 +112,7 @@ OWN: list[tuple[str, tuple[float, float] | None, int, Callable, Callable]] = [
     # the ones above in the ordinary run
     ("x**3", (-1e12, 1e12), 1, lambda x: 3 * x**2, lambda x: x**3),
     ("x*cos(x)", (-6, 6), 7, lambda x: np.cos(x) - x * np.sin(x), lambda x: x * x.cos()),
+    ("exp(-x**2)", None, 2, lambda x: -2 * x * np.exp(-x * x), lambda x: (-x * x).exp()),
     ("x*sqrt(x)", (0, 4), 1, lambda x: 1.5 * np.sqrt(x), lambda x: x * x.sqrt()),
 ]
 
