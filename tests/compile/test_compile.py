@@ -147,7 +147,7 @@ def peak(step: Callable[[], object]) -> int:
 @pytest.mark.full
 def test_peak() -> None:
     """Codes lower the peak of a compiled step, though each is decoded whole; fewer bits never raise it again."""
-    model = made(Gelu, Gelu, dtype=torch.float32)
+    model = made(*[Gelu] * 3, dtype=torch.float32)
     peaks = []
     for error in (None, "rounding", "coarse"):
         torch._dynamo.reset()
