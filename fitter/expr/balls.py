@@ -161,8 +161,6 @@ def multiply(a: Interval, b: Interval) -> Interval:
         return EMPTY
     of, by = a[:1] if a[0] is a[1] else a, b[:1] if b[0] is b[1] else b  # a number has one end
     ends = [ZERO if u.is_zero() or v.is_zero() else u * v for u in of for v in by]
-    if len(ends) == 1:
-        return ends[0].lower(), ends[0].upper()
     return min([end.lower() for end in ends]), max([end.upper() for end in ends])
 
 

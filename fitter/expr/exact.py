@@ -123,9 +123,8 @@ def _power(base: Ball, exponent: Ball, symbolic: Expr) -> Ball:
     return base.sqrt() if symbolic == sympy.S.Half else balls.exp(exponent * base.log())
 
 
-@lru_cache(maxsize=10_000)
-def _interval(node: Expr, bits: int) -> Interval:
-    ball = _constant(node, bits)
+def _interval(node: Expr) -> Interval:
+    ball = _constant(node, ctx.prec)
     low = ball.lower()
     return (low, low) if ball.is_exact() else (low, ball.upper())
 
@@ -150,4 +149,4 @@ def _raised(base: Interval, exponent: Interval, symbolic: Expr) -> Interval:
 
 
 BALLS = Arithmetic(lambda node: _constant(node, ctx.prec), _add, operator.mul, _power, "arb")
-INTERVALS = Arithmetic(lambda node: _interval(node, ctx.prec), balls.add, balls.multiply, _raised, "enclosure")
+INTERVALS = Arithmetic(_interval, balls.add, balls.multiply, _raised, "enclosure")

@@ -5,13 +5,15 @@ Ctrl-C, a kill or a full disk: one line, status 130 or 1, no half-written file, 
 
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,28 +208,7 @@ def test_pictures_are_drawn_under_default_parameters(text: str, fitted: Command)
     assert Path("own.svg").read_bytes() == Path("plain.svg").read_bytes()
 
 
-ONE = "generated/fits/tanh_output.json"
-COMMANDS = ("fit --fn tanh --bits 1 --bits 2", "codegen", "codegen --standalone", f"plot -o picture.svg {ONE}")
-# Commands in forks of a process that has imported what they need; each is there until it is asked for its status.
-FORKS = """
-import os, resource, sys
-import fitact.codegen, fitact.fitter.plot, matplotlib.backends.backend_svg, matplotlib.figure, scipy.special
-from fitact.cli import main
-from fitact.fitter.methods import make
-from fitact.fitter.analysis import Activation
-
-make("output", Activation.of("tanh"), "warm")
-while line := sys.stdin.readline():
-    folder, largest, *arguments = line.split()
-    if not (fork := os.fork()):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.chdir(folder)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), int(largest)))
-        sys.exit(main(arguments))
-    print(fork, flush=True)
-    sys.stdin.readline()
-    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
-"""
+COMMANDS = ("fit --fn tanh --bits 1 --bits 2", "codegen", "codegen --standalone", "plot -o picture.svg")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -245,28 +226,24 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def run(_not_ignored: None) -> Iterator[Callable[..., tuple[int, str]]]:
+def run(
+    command: str, folder: Path, stop: tuple[float, int] = (0, 0), largest: int | None = None
+) -> tuple[int, str]:
     """Return the status and errors of a command that a signal stops after some seconds, or a limit of bytes."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", FORKS], bufsize=0, **pipes) as forks:
-        os.set_blocking(forks.stderr.fileno(), False)
-
-        def call(command: str, folder: Path, after: float = 0, sign: int = 0, largest: int = -1) -> Any:
-            forks.stdin.write(f"{folder} {largest} {command}\n".encode())
-            fork = int(forks.stdout.readline())
-            time.sleep(after)
-            os.kill(fork, sign)
-            forks.stdin.write(b"\n")
-            return int(forks.stdout.readline()), (forks.stderr.read() or b"").decode()
-
-        yield call
-        forks.stdin.close()
+    limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest, largest)) if largest else None
+    # without files of bytecode: Python itself may leave one half-written
+    arguments = [sys.executable, "-B", "-m", "fitact", *command.split()]
+    with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=limited) as process:
+        if stop[1]:
+            time.sleep(stop[0])
+            process.send_signal(stop[1])
+        _, err = process.communicate(timeout=300)
+    return process.returncode, err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
-def test_at_a_random_moment(command: str, tmp_path: Path, run: Any) -> None:
+def test_at_a_random_moment(command: str, tmp_path: Path) -> None:
     """Interrupted or killed, the next run leaves what one leaves that was not disturbed."""
     undisturbed, *folders = (prepared(tmp_path / name) for name in "abc")
     began = time.monotonic()
@@ -275,7 +252,7 @@ def test_at_a_random_moment(command: str, tmp_path: Path, run: Any) -> None:
     chance = random.Random(command)
     signals = chance.sample([signal.SIGINT, signal.SIGKILL], 2)
     for after, sign, folder in zip((chance.uniform(0, seconds), 0.8 * seconds), signals, folders, strict=True):
-        run(command, folder, after, sign)
+        run(command, folder, (after, sign))
         for path in folder.rglob(f"{PREFIX}*"):
             assert sign == signal.SIGKILL
             path.unlink()
@@ -286,7 +263,7 @@ def test_at_a_random_moment(command: str, tmp_path: Path, run: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_room(command: str, tmp_path: Path, run: Any) -> None:
+def test_no_room(command: str, tmp_path: Path) -> None:
     status, err = run(command, prepared(tmp_path), largest=100)
     assert status == 1 and err.startswith("fitact: ") and err.count("\n") == 1
     assert not [*tmp_path.rglob(f"{PREFIX}*")]
@@ -313,6 +290,4 @@ def test_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_while_it_is_imported(tmp_path: Path) -> None:
     put(tmp_path / "click.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    command = [sys.executable, "-m", "fitact", "codegen"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (130, "fitact: interrupted\n")
+    assert run("codegen", tmp_path) == (130, "fitact: interrupted\n")

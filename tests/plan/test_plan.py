@@ -184,8 +184,11 @@ def test_a_planner_plans_as_plan_does_up_to_its_error(monkeypatch: pytest.Monkey
     low = planner().least("exact")
     assert low == exact.least("exact") == planner().plan(1e-9, "exact").peak
     own = fitact.plan(model, gib=low * 1.1 / GIB, **given)
-    monkeypatch.setattr(make, "measure_costs", None)  # it has measured
     assert planner().plan(low * 1.1 / GIB, "exact") == own
+    monkeypatch.setattr(make, "measure_costs", None)  # it has measured
+    with monkeypatch.context() as again:
+        again.setattr(make, "step", None)  # each step too
+        assert planner().plan(low * 1.1 / GIB, "exact") == own
     assert planner().plan(low * 1.1 / GIB, "coarse").seconds <= own.seconds
     assert "expected exact" in refused(planner().least, "none")
     for ask in (exact.least, partial(exact.plan, 1)):

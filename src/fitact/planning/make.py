@@ -347,9 +347,9 @@ class Planner:
         return best
 
     def _done(self, segments: Sequence[Segment], answer: Answer) -> Answered:
-        *taken, rest = policies = *(policy for policy, _ in _blocks(segments, answer)), answer[-1][0]
+        policies = (*(policy for policy, _ in _blocks(segments, answer)), answer[-1][0])
         if policies not in self.steps:
-            self.steps[policies] = step(self.subject, self.device, self.costs.runs, taken, rest)
+            self.steps[policies] = step(self.subject, self.device, self.costs.runs, policies[:-1], policies[-1])
         return _groups(segments, answer), self.steps[policies]
 
 
