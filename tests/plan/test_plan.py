@@ -255,6 +255,7 @@ def test_bad_files_get_one_line(tmp_path: Path) -> None:
         ({"groups": [group | {"blocks": ["a", "a"]}]}, "is there twice"),
         ({"groups": [{"policy": "baseline"}]}, "groups[0].blocks: missing"),
         ({"groups": []}, "groups: expected some"),
+        ({"baseline_seconds": 0.0}, "baseline_seconds: expected a number above 0, got 0.0"),
     ):
         path.write_text(json.dumps(json.loads(a_plan().to_json()) | change))
         with pytest.raises(UsageError) as raised:

@@ -113,7 +113,7 @@ class Plan(Shown):
     @property
     def slower(self) -> float:
         """How much longer a step takes than the baseline's, as a share; below 0 if it is faster."""
-        return self.seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
+        return self.seconds / self.baseline_seconds - 1
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -265,6 +265,8 @@ def from_json(text: str) -> Plan:
     for where, error in (("error", plan.error), *((f"points[{i}]", p.error) for i, p in enumerate(plan.points))):
         if error not in ERRORS:
             raise UsageError(f"{where}: expected {', '.join(ERRORS)}, got {quote(error)}")
+    if not plan.baseline_seconds > 0:
+        raise UsageError(f"baseline_seconds: expected a number above 0, got {quote(plan.baseline_seconds)}")
     if plan.fits and not plan.groups:
         raise UsageError("groups: expected some, since its peak fits its memory")
     return plan
