@@ -191,7 +191,7 @@ for name in names:
     torch.export.save(exported, f"{folder}/{name}.pt2")
 print("compiled", len(names))
 """
-BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("inductor", ["gelu_fewbit3", "gelu_inverted1", "softplus_output"])]
+BACKENDS = [("aot_eager", ["gelu_inverted1"]), ("inductor", ["gelu_fewbit3", "softplus_output"])]
 
 
 @pytest.mark.parametrize(("backend", "names"), full(BACKENDS, BACKENDS[:1]))
