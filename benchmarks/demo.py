@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -77,7 +78,7 @@ def standard_library() -> str:
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
-    return "".join(c for c in text if c == "\n" or " " <= c <= "~")[:CHARACTERS]
+    return re.sub(r"[^\n -~]", "", text)[:CHARACTERS]
 
 
 def batch(data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
