@@ -63,9 +63,8 @@ def test_what_waits_for_a_link() -> None:
         assert late.work.seconds == pytest.approx(2 * left / 1e6, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("error", "share"), [pytest.param("exact", 1e-3, marks=pytest.mark.full), ("rounding", 0.2), ("coarse", 0.1)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("error", "share"), [("exact", 1e-3), ("rounding", 0.2), ("coarse", 0.1)])
 def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peak, time and bytes on the host are those of real tensors; exact gradients are the baseline's."""
     plan = halfway(planner(), error, share)
@@ -96,6 +95,7 @@ def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPat
     assert not differences(results(model, inputs), expected)
 
 
+@pytest.mark.full
 def test_more_memory_of_the_host_is_no_slower() -> None:
     """Its budget holds; and plans with offloading are as fast as those without."""
     with_host = copy(planner())
