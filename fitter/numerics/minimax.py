@@ -13,7 +13,7 @@ import numpy as np
 from fitact.fitter.expr import Array, in_long_double
 
 EXCHANGES = 30
-CORRECTIONS = 100  # the most that were seen are 23
+CORRECTIONS = 100  # at most: they end where the next comes no nearer
 CLOSE = 1.01  # times the least distance: a fit comes as near as this
 DEPENDENT = 1e-14  # relative: what is left of a column that depends on others
 POSITIVE = 0.04  # least value of a q of size 1: float32 then loses no digits
