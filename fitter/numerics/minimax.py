@@ -82,10 +82,10 @@ def minimax(
 
     """
     a, b = degrees
-    # p and q may share any factor: this one keeps the powers similar in size, whatever the range
+    # p and q may share any factor: this one keeps the powers of q similar in size, whatever the range
     near = float(min(np.max(np.abs(t)), max(1.0, np.median(np.abs(t))))) or 1.0  # a typical |t|
     powers = np.vander(t / near, max(a, b) + 1, increasing=True)
-    basis, change = _orthonormal(powers / np.vander(1 + np.abs(t) / near, max(a, b) + 1)[:, :1])
+    basis, change = _orthonormal(powers / np.vander(1 + np.abs(t) / near, b + 1)[:, :1])
     basis, change = basis * math.sqrt(len(t)), change / math.sqrt(len(t))
     above, below = basis[:, : a + 1] / (size * weight)[:, None], basis[:, : b + 1]
     low, high = low / weight, high / weight
@@ -150,12 +150,13 @@ def _corrected(
         if now >= reached * (1 - 1e-3):
             break
         reached, best = now, (p, q)
-        upper = np.hstack([-above, (high - now)[:, None] * below, -bottom[:, None]])
-        lower = np.hstack([above, (-low - now)[:, None] * below, -bottom[:, None]])
+        tops, bottoms, ones = above / bottom[:, None], below / bottom[:, None], np.ones((len(low), 1))
+        upper = np.hstack([-tops, (high - now)[:, None] * bottoms, -ones])
+        lower = np.hstack([tops, (-low - now)[:, None] * bottoms, -ones])
         bounds = [(None, None)] * len(p) + [(-1, 1)] * len(q) + [(None, None)]
         cost = np.zeros(len(bounds))
         cost[-1] = 1.0
-        away = np.hstack([np.zeros_like(above), -below, np.zeros_like(bottom[:, None])])
+        away = np.hstack([np.zeros_like(above), -below, np.zeros_like(ones)])
         right = np.concatenate([np.zeros(2 * len(low)), -POSITIVE * np.abs(below[:, 0])])
         rows = np.vstack([upper, lower, away])
         result = linprog(cost, rows, right, bounds=bounds, method="highs", options=HIGHS)

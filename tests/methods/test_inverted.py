@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from scipy import special
 
 from fitact.base import FitWarning
 from fitact.fitter.analysis import Activation
@@ -164,3 +165,13 @@ def test_quotients_come_as_near_as_published(n: int, published: float) -> None:
     found = np.polynomial.polynomial.polyval(t, p) / np.polynomial.polynomial.polyval(t, q)
     assert np.max(np.abs(found - decay)) == pytest.approx(reached, rel=0.02)
     assert reached < published
+
+
+@pytest.mark.parametrize(("end", "degree"), [(12, 13), (40, 15)])
+def test_polynomials_come_as_near_as_their_series_tells(end: float, degree: int) -> None:
+    """The distance of exp(-t) is between the next term of its Chebyshev series and the sum of all the next."""
+    t = np.linspace(0, end, 1000)
+    decay, one = np.exp(-t), np.ones_like(t)
+    reached, _ = minimax(t, decay, decay, one, one, (degree, 0), 1.0)
+    terms = 2 * special.ive(np.arange(degree + 1, 100), end / 2)
+    assert terms[0] < reached < terms.sum()
