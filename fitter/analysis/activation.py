@@ -14,11 +14,13 @@ from fitact.base import UsageError, quote
 from fitact.fitter.catalog import CATALOG, check_known
 from fitact.fitter.expr import (
     LARGEST_SINGLE,
+    LEAST_ORDER,
     SMALLEST_SINGLE,
     Array,
     Expr,
     beyond_singles,
     evaluate,
+    order,
     parse,
     stable,
     value,
@@ -169,7 +171,8 @@ class Activation(Formula):
         """
         at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
         extrema = np.abs(roots(self.second_derivative_formula, -high, high).at)  # narrow features lie at these
-        at = np.concatenate([at * high, extrema[extrema > 0]])
+        edges = np.unique(np.append(np.abs(self.switch_points(-high, high)), high))  # and between these
+        at = np.concatenate([at * high, extrema[extrema > 0], (edges[1:] + edges[:-1]) / 2])
         right, left = self.derivative(at), self.derivative(-at)
         scale = shape.TOLERANCE * np.max(np.abs([right, left]))
         if not np.isfinite(scale):
@@ -190,14 +193,21 @@ class Activation(Formula):
     def derivative_range(self, low: float = -REALS, high: float = REALS) -> tuple[float, float]:
         """Return the least and the largest value of f′ on (low, high): at its extrema, beside breaks, at the ends.
 
-        Larger ones than 1e15 count as ±∞.
+        Larger ones than 1e15, and those at a pole, count as ±∞. If f′ has more extrema than `roots` looks for, it
+        may have values beyond these.
         """
-        beside = [at + side * gap(at) for at in breaks(self.derivative_formula, low, high)[0] for side in (-1, 1)]
+        formula = self.derivative_formula
+        points = breaks(formula, low, high)[0]
+        sides = [
+            (at + side * gap(at), order(formula, points[at], side) < -LEAST_ORDER)
+            for at in points
+            for side in (-1, 1)
+        ]
         extrema = roots(self.second_derivative_formula, low, high).at
-        at = np.array([low, high, shape.inside(low, high), *beside, *extrema])
+        sides += [(at, False) for at in (low, high, shape.inside(low, high), *extrema.tolist())]
         # by many digits: the formula may overflow
-        points = [point for point in map(float, at) if value(self.formula, point, 20).is_finite()]
-        values = np.array([float(value(self.derivative_formula, point, 20)) for point in points])
+        sides = [(at, pole) for at, pole in sides if not value(self.formula, at, 20).is_nan()]
+        values = np.array([float(value(formula, at, 20)) * (math.inf if pole else 1.0) for at, pole in sides])
         values = values[~np.isnan(values)]
         values[np.abs(values) > 1e15] *= np.inf
         return shape.snapped(values.min(initial=math.inf)), shape.snapped(values.max(initial=-math.inf))

@@ -10,11 +10,12 @@ inside, t is the sum of the signed radicals: near each of these points its own r
 the others are smooth. A quotient of two polynomials of low degree in t replaces the paper's powers and
 exponentials.
 
-Coefficients are minimax: for given degrees they minimise the largest |p/q − f′| over all samples, by differential
-correction (Cheney and Loeb 1961). Samples are rounded as a kernel sees them: where several x share a stored y, F_s
-has to be near the derivatives of all of them. The floor is half their largest spread: no function of y has a
-smaller error. In half precision the fits come close to the floor, and further bits cut off cells beside the
-extrema, where it is highest.
+Coefficients are minimax: for given degrees they minimise the largest weighted |p/q − f′| over all samples, by
+differential correction (Cheney and Loeb 1961). Errors count relative to max(1, |f′|), and in half precision up
+to four times where rounding y costs nothing. Samples are rounded as a kernel sees them: where several x share a
+stored y, F_s has to be near the derivatives of all of them. The floor is the least error of any function of y.
+In half precision the fits come close to the floor, and further bits cut off cells beside the extrema, where it
+is highest.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # times the allowed error, trie
 FAR = 1e5  # the largest |t| up to which quotients are tried
 LARGEST = 1e37  # of x, values and derivatives that are fitted: 1.25*x*sigmoid(x) overflows where 1.25*x does
 BESIDE = 1e-7  # relative distance from a corner at which f′ is taken on its sides
-CORNER = 1e-3  # least difference of f′ between the sides
+CORNER = 1e-3  # least difference of f′ between the sides, relative to max(1, |f′|)
 SMALL = 1e35  # |f| below which a derivative that is too large is refused; beyond, f itself leaves the range
 
 
@@ -90,9 +91,11 @@ def fit(
 ) -> InvertedFit:
     """Fit f′ as a function of y on every cell, for every storage dtype.
 
-    Each fit has the smallest degrees whose error, in float32 arithmetic with y rounded to the dtype, is at most
-    the larger of `tol` and 1.1 times the floor of that dtype. If no degrees reach this, the limit is raised in
-    steps. The floor counts as at least half the floor for x in float32, because few x of the dtype may share a y.
+    Each fit has the smallest degrees found whose error, in float32 arithmetic with y rounded to the dtype, is at
+    most the larger of `tol` and 1.1 times the floor of that dtype; in half precision, at most a quarter of that
+    where rounding y costs nothing. If f′ is a polynomial in t, float32 takes that one. If no degrees reach this,
+    the limit is raised in steps. The floor counts as at least half the floor for x in float32, because few x of
+    the dtype may share a y.
 
     Args:
         activation: f.
@@ -197,31 +200,42 @@ def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) ->
     if not cell.direction or not samples.y.size:
         return Quotient(radicals=cell.radicals, low=0.0, high=0.0, numerator=(0.0,), denominator=(1.0,))
     exact = _exact(activation, samples, _settled(samples, goals[0]))
+    inner = INNER if samples.half else 1.0
     least: dict[tuple[int, int], float] = {}
     for allowed in goals:
         ends = _settled(samples, allowed)
-        for p, q in itertools.chain([exact] if exact else [], _candidates(samples, ends, allowed, least)):
-            t = variable(cell.radicals, samples.y[list(ends)]) if len(p) > 1 else np.zeros(2)
+        if samples.half and allowed == goals[-1]:
+            inner, least = 1.0, {}
+        for p, q in itertools.chain([exact] if exact else [], _candidates(samples, ends, allowed, inner, least)):
+            exactly = (p, q) == exact and not samples.half
+            y = samples.y[list(ends)]
+            if exactly:  # it holds beyond the last sample, too
+                open_ends = [
+                    cell.low <= -REALS and ends[0] == 0,
+                    cell.high >= REALS and ends[1] == len(samples.y) - 1,
+                ]
+                y = np.where(open_ends, np.copysign(np.float32(LARGEST), y), y)
+            t = variable(cell.radicals, y) if len(p) > 1 else np.zeros(2)
             a, b = sorted(t.tolist())
             if has_pole(q, a, b):
                 continue
             approximant = Quotient(radicals=cell.radicals, low=a, high=b, numerator=p, denominator=q)
-            exactly = (p, q) == exact and not samples.half
             if exactly or _error(approximant, samples.y, samples.derivative) <= allowed:
                 error, floor = stated(approximant, samples)
                 return replace(approximant, error=error, floor=floor)
     raise UsageError(
-        f"{activation}: no quotient of polynomials of {MAX_DEGREES} degrees gives "
+        f"{activation}: no quotient of polynomials of {MAX_DEGREES} degrees was found that gives "
         f"its derivative from x = {cell.low:.6g} to {cell.high:.6g} within {goals[-1]:.2g}; fit it on a smaller "
         "domain"
     )
 
 
 def _candidates(
-    samples: Samples, ends: tuple[int, int], allowed: float, least: dict[tuple[int, int], float]
+    samples: Samples, ends: tuple[int, int], allowed: float, inner: float, least: dict[tuple[int, int], float]
 ) -> Iterator[Coefficients]:
     """Yield the minimax quotients whose error may be small enough, the cheapest first.
 
+    Where rounding costs less, `inner` is the share of the allowed error that counts as all of it.
     `least` holds the least errors known so far, by degrees, and receives those that are found.
     """
     t = variable(samples.cell.radicals, samples.y)
@@ -230,7 +244,6 @@ def _candidates(
         return
     size = np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
     low, high = low / size, high / size
-    inner = INNER if samples.half else 1.0
     weight = np.minimum(inner + ABOVE_FLOOR * (high - low) / 2 / allowed, 1.0)
     for degrees in DEGREES:
         if max(degrees) < len(t) and least.get(degrees, 0.0) <= allowed:
@@ -306,7 +319,7 @@ def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell,
     if math.isfinite(shape.reach):
         where = "over the reals" if high - low > REALS else f"from {low:g} to {high:g}"
         raise UsageError(
-            f"{activation}: it has too many monotone pieces {where} for any number of bits; "
+            f"{activation}: its monotone pieces {where} are too many or too narrow to be found; "
             "fit it on a smaller domain"
         )
     f, df = activation.formula, activation.derivative_formula
@@ -418,7 +431,7 @@ class Samples:
     y: Single  # rounded to the dtype
     derivative: Array
     saved: Single  # y as a module computes it; for a formula it is off by some roundings of float32
-    floor: float  # half the spread of f′ over the x of one y, relative, at its largest
+    floor: float  # the least error of any function of y, see `floor_of`
     half: bool  # whether the dtype is one of half precision
 
 
@@ -435,10 +448,10 @@ def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence
 
 
 def floor_of(y: Floats, derivative: Array) -> float:
-    """Return half the largest spread of f′ over the x of one y, relative to max(1, |f′|)."""
+    """Return the least error, relative to max(1, |f′|), of any function of y."""
     low, high, _ = grouped(y, derivative)
-    size = np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
-    return float(((high - low) / size).max(initial=0.0)) / 2
+    sizes = np.maximum(1.0, np.abs(low)) + np.maximum(1.0, np.abs(high))
+    return float(((high - low) / sizes).max(initial=0.0))
 
 
 def points_of(
@@ -463,7 +476,7 @@ def points_of(
             )
         for end, side in ((cell.low, 1), (cell.high, -1)):  # a corner itself belongs to neither side
             beside = activation.derivative(np.array(end + side * BESIDE * max(1.0, abs(end))))
-            valid &= ~((x == end) & (np.abs(derivative - beside) > CORNER))
+            valid &= ~((x == end) & (np.abs(derivative - beside) > CORNER * np.maximum(1.0, np.abs(beside))))
     return x[valid], y[valid].astype(np.float32), derivative[valid]
 
 

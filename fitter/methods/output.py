@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fitact.base import UsageError, quote
-from fitact.fitter.analysis import Activation, float_check
+from fitact.fitter.analysis import REALS, Activation, float_check
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr import Expr, beyond_singles, parse, stable, text_of, value
 from fitact.fitter.numerics import DTYPES, halves, in_single, stored
@@ -18,7 +18,7 @@ from fitact.fitter.records import OutputFit
 
 METHOD = "output"
 LARGEST = 3e38  # of a derivative that float32 holds
-REACH = 50.0  # the verification samples x from -REACH to REACH
+REACH = 50.0  # the verification samples x evenly from -REACH to REACH, and some beyond
 AGREEMENT = 1e-15  # between the formula and f', relative to the larger of f' and 1: a constant may be rounded
 # x in float32 for the stated error: dense round 0 and out to where every activation has met its asymptote
 SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 200_001), np.geomspace(1e-30, 1e4, 4001)]).astype(np.float32)
@@ -62,12 +62,17 @@ def fit(activation: Activation, name: str, derivative: str | None = None) -> Out
 
 def _verify(activation: Activation, formula: Expr, text: str) -> None:
     """Compare the formula with f′ in high precision, over the whole range and beside every breakpoint."""
-    corners = activation.switch_points(-REACH, REACH)
-    edges = np.concatenate([[-REACH], corners, [REACH]])
+    corners = activation.switch_points(-REALS, REALS)
+    beyond = np.geomspace(REACH, 1e30, 60)
     points = np.concatenate(
-        [np.linspace(-REACH, REACH, 101) + 0.0137, *(corners + d for d in (-1e-3, -1e-6, 1e-6, 1e-3))]
+        [
+            np.linspace(-REACH, REACH, 101) + 0.0137,
+            beyond,
+            -beyond,
+            *(corners + d for d in (-1e-3, -1e-6, 1e-6, 1e-3)),
+        ]
     )
-    points = points[(np.abs(points) < REACH) & (np.min(np.abs(points[:, None] - edges), axis=1) > 1e-9)]
+    points = points[np.min(np.abs(points[:, None] - corners), axis=1, initial=np.inf) > 1e-9]
     compared = 0
     for point in points.tolist():
         true, y = value(activation.derivative_formula, point), value(activation.formula, point)

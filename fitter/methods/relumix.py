@@ -12,9 +12,9 @@ one at the last; in between, its values at the knots are a linear least-squares 
 knots only. The derivative h̃′ is a step function with the knots as borders.
 
 The valleys of that search differ in how many knots lie on each stretch of one curvature, between the roots of h″.
-So it starts from many such distributions, likely ones first, with the knots of a stretch spaced by |h″|^p; then
-from the results of simulated annealing. Newton steps within a trust region follow each start down to the bottom of
-its valley, and Newton's method finds the last digits of the deepest.
+So it starts from knots spaced by |h″|^p. Then simulated annealing shifts each knot by up to its distance from the
+next, and p. Newton steps within a trust region follow each start down to the bottom of its valley, and Newton's
+method finds the last digits of the deepest. No start is sure to find the deepest valley.
 
 The other objective, ∫ (h′ − h̃′)² (the paper's appendix I), leaves the outer levels at m₋ and m₊; Few-Bit's dynamic
 programme solves it.
@@ -23,7 +23,7 @@ programme solves it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,14 +48,15 @@ from fitact.fitter.records import StepFit, check_bits
 from .fewbit import DOMAIN, best_levels, refine, without_noise
 
 METHOD = "relumix"
-RESTARTS = 4  # of the annealing, by default
+RESTARTS = 4  # by default
+ANNEALED = 10  # starts of each
 LEAST_POWER = 0.52  # of x in a tail whose square has an integral: 1/2, and a margin for the test
 CELLS = 4000
 REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
 INNER = 12.0  # up to here its cells are even, then they grow
 HALF_WIDTH = 40.0  # of the search for knots
 SEEN = 32.0  # within that, where the slope has to change
-ANNEALING_STEPS = 40
+STEP = 0.05  # between the places where it is seen
 POWERS = (0.35, 0.4, 0.45, 0.5, 0.55)  # of |h″|: the square root spaces many knots best, a smaller power few
 TIE = 1e-8  # relative difference of objectives that count as equal
 OUTSIDE = 1e9  # the objective of knots that are no mixture's, or too far out, or too near each other
@@ -106,7 +107,7 @@ def fit(
         bits: 1 to 4.
         name: the fit's name, a Python identifier.
         objective: `primitive`, ∫ (h − h̃)², or `derivative`, ∫ (h′ − h̃′)².
-        restarts: of the annealing.
+        restarts: of the annealing, ten starts each.
         seed: of the annealing: the same seed gives the same fit.
         progress: called with the share of the work that is done, 0 to 1.
 
@@ -192,6 +193,8 @@ def mixture(
         )
     if objective == "derivative":
         return _derivative_optimum(activation, count, left, right)
+    if count > 1 and (steps := activation.steps()) is not None and np.abs(steps).max() > SEEN:
+        raise _unseen(activation)
     problem = Primitive(activation, left, right)
     return single(problem) if count == 1 else search(problem, activation, count, restarts, seed, progress)
 
@@ -223,8 +226,7 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
                 "integral; use --method fewbit"
             )
     left, right = activation.asymptotes
-    step = 0.05
-    places = np.arange(-SEEN, SEEN, step) + step / 2
+    places = np.arange(-SEEN, SEEN, STEP) + STEP / 2
     jumps = np.array([(p.at - gap(p.at), p.at + gap(p.at)) for p in activation.breakpoints()]).reshape(-1, 2)
     bends = roots(activation.second_derivative_formula, -REALS, REALS).at
     slopes = activation.derivative(np.sort(np.concatenate([places, bends, jumps.ravel()])))
@@ -232,13 +234,17 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
         raise UsageError(f"{activation}: its derivative is not finite everywhere, as a mixture's is")
     total = np.abs(np.diff([left.slope, *slopes, right.slope])).sum()
     below, above = activation.derivative(jumps[np.abs(jumps).max(1) < SEEN]).T
-    seen = np.abs(activation.second_derivative(places)).sum() * step + np.abs(above - below).sum()
+    seen = np.abs(activation.second_derivative(places)).sum() * STEP + np.abs(above - below).sum()
     if activation.steps() is None and not abs(seen / total - 1) <= UNSEEN:
-        raise UsageError(
-            f"{activation}: its slope changes too far from 0, or too suddenly, for the search, which has "
-            f"x from -{SEEN:g} to {SEEN:g} in steps of {step:g}: shift and scale its x, or use --method fewbit"
-        )
+        raise _unseen(activation)
     return left, right
+
+
+def _unseen(activation: Activation) -> UsageError:
+    return UsageError(
+        f"{activation}: its slope changes too far from 0, or too suddenly, for the search, which has "
+        f"x from -{SEEN:g} to {SEEN:g} in steps of {STEP:g}: shift and scale its x, or use --method fewbit"
+    )
 
 
 def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixture | None:
@@ -258,11 +264,11 @@ def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixtur
 def _derivative_optimum(activation: Activation, count: int, left: Asymptote, right: Asymptote) -> Mixture:
     """Return the best step function for h′ with outer levels m±: Few-Bit's programme, then Newton's method."""
     ends = (left.slope, right.slope)
-    width = HALF_WIDTH
+    switches = activation.switch_points(-REACH, REACH)
+    marks = np.union1d(switches, roots(activation.second_derivative_formula, -REACH, REACH).at)
+    width = max(HALF_WIDTH, 2 * np.max(np.abs(marks), initial=0.0))
     while width < REACH and width * np.max((activation.derivative(np.array([-width, width])) - ends) ** 2) > 1e-12:
         width *= 2
-    switches = activation.switch_points(-width, width)
-    marks = np.union1d(switches, roots(activation.second_derivative_formula, -width, width).at)
     moments = Moments(activation.derivative, np.ones_like, -width, width, marks, CELLS)
     knots = refine(moments, activation, dp_borders(moments, count + 1, ends), switches, ends)
     slopes = best_levels(moments, knots, ends)
@@ -444,14 +450,30 @@ def search(
     problem: Primitive, activation: Activation, count: int, restarts: int, seed: int, progress: Progress
 ) -> Mixture:
     """Follow every start to the bottom of its valley and return the deepest."""
+    from scipy.optimize import dual_annealing
+
     minima: list[tuple[float, Array]] = []
-    spaced = [*_spaced(activation, count)]
-    for i in range(len(spaced) + restarts):
-        restart = np.random.default_rng([seed, i - len(spaced)]) if i >= len(spaced) else None
-        bottom = _descend(problem, spaced[i] if restart is None else _anneal(problem, count, restart))
-        if bottom is not None:
-            minima.append(bottom)
-        progress((i + 1) / (len(spaced) + restarts))
+    places = np.linspace(-HALF_WIDTH, HALF_WIDTH, 16001)
+    bend = np.abs(activation.second_derivative(places))
+    bend = np.where(np.isfinite(bend), bend, 0.0)
+    corners = [corner.at for corner in activation.breakpoints(-HALF_WIDTH, HALF_WIDTH)]
+
+    def bottom(start: Array) -> float:
+        """Return the objective at the bottom of a valley, by the shift of each knot and the power."""
+        shares = np.sort(np.arange(count) + 0.5 + start[:-1]).clip(0.1, count - 0.1) / count
+        found = _descend(problem, _spaced(places, bend ** start[-1], corners, shares))
+        if found is not None:
+            minima.append(found)
+        return OUTSIDE if found is None else found[0]
+
+    for i in range(len(POWERS) + restarts):
+        if i < len(POWERS):
+            bottom(np.append(np.zeros(count), POWERS[i]))
+        else:
+            bounds = [(-1.0, 1.0)] * count + [(POWERS[0], POWERS[-1])]
+            random = np.random.default_rng([seed, i - len(POWERS)])
+            dual_annealing(bottom, bounds, maxfun=ANNEALED, no_local_search=True, rng=random)
+        progress((i + 1) / (len(POWERS) + restarts))
     least = min(value for value, _ in minima)
     # mirror images differ by rounding, and always the same one wins
     equal = [knots for value, knots in minima if value <= least + TIE * abs(least)]
@@ -462,22 +484,16 @@ def search(
     return Mixture(knots, slopes, objective)
 
 
-def _spaced(activation: Activation, count: int) -> Iterator[Array]:
-    """Yield knots spaced by the densities |h″|^p, where each corner has a knot's share, and evenly among these."""
-    places = np.linspace(-HALF_WIDTH, HALF_WIDTH, 16001)
-    bend = np.abs(activation.second_derivative(places))
-    bend = np.where(np.isfinite(bend), bend, 0.0)
-    corners = activation.breakpoints(-HALF_WIDTH, HALF_WIDTH)
-    for power in POWERS:
-        density = bend**power
-        mass = density.sum() or 1.0
-        for corner in corners:
-            near = np.abs(places - corner.at) <= 0.5
-            density[near] += mass / count / np.count_nonzero(near)
-        if not density.any():
-            density[np.abs(places) <= 1] = 1.0
-        share = np.cumsum(density)
-        yield np.interp((np.arange(count) + 0.5) / count * share[-1], share, places)
+def _spaced(places: Array, density: Array, corners: Sequence[float], shares: Array) -> Array:
+    """Return the knots below which these shares of a density lie, where each corner has a knot's share."""
+    mass = density.sum() or 1.0
+    for corner in corners:
+        near = np.abs(places - corner) <= 0.5
+        density[near] += mass / len(shares) / np.count_nonzero(near)
+    if not density.any():
+        density[np.abs(places) <= 1] = 1.0
+    sums = np.cumsum(density)
+    return np.asarray(np.interp(shares * sums[-1], sums, places))
 
 
 def _descend(problem: Primitive, start: Array) -> tuple[float, Array] | None:
@@ -519,16 +535,3 @@ def _descend(problem: Primitive, start: Array) -> tuple[float, Array] | None:
     options = {"gtol": 1e-9, "maxiter": 100, "initial_trust_radius": 0.5, "max_trust_radius": 2.0}
     result = minimize(function, z, jac=True, hess=hessian, method="trust-exact", options=options)
     return float(result.fun), knots_of(result.x)
-
-
-def _anneal(problem: Primitive, count: int, random: np.random.Generator) -> Array:
-    """Return the knots that SciPy's dual annealing ends with, not yet polished."""
-    from scipy.optimize import dual_annealing
-
-    def function(z: Array) -> float:
-        knots = np.sort(z)
-        return problem(knots)[0] if np.diff(knots).min() > 1e-6 else OUTSIDE
-
-    bounds = [(-HALF_WIDTH / 4, HALF_WIDTH / 4)] * count
-    result = dual_annealing(function, bounds, maxiter=ANNEALING_STEPS, no_local_search=True, rng=random)
-    return np.sort(result.x)

@@ -137,7 +137,7 @@ def _corrected(
     """
     from scipy.optimize import linprog
 
-    reached = math.inf
+    reached, expected = math.inf, 0.0
     for _ in range(CORRECTIONS):
         bottom, top = _product(below, q), _product(above, p)
         if not (bottom > 0).all():  # where points were added: begin again with q = 1
@@ -147,7 +147,8 @@ def _corrected(
             p = least_squares(above / bottom[:, None], (low + high) / 2)
             top = _product(above, p)
         now = float(np.maximum(np.abs(top / bottom - low), np.abs(top / bottom - high)).max())
-        if now >= reached * (1 - 1e-3):
+        # where q is still far from its size, a step comes hardly nearer, and its programme expects much of it
+        if now >= reached * (1 - 1e-3 * (expected < 0.1 * now)):
             break
         reached, best = now, (p, q)
         tops, bottoms, ones = above / bottom[:, None], below / bottom[:, None], np.ones((len(low), 1))
@@ -162,7 +163,7 @@ def _corrected(
         result = linprog(cost, rows, right, bounds=bounds, method="highs", options=HIGHS)
         if result.x is None:
             break
-        p, q = result.x[: len(p)], result.x[len(p) : -1]
+        p, q, expected = result.x[: len(p)], result.x[len(p) : -1], -result.x[-1]
         if not (_product(below, q) > 0).all():
             break
     return *best, reached

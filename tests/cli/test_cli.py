@@ -289,7 +289,7 @@ SHOWN = {
     "inverted: yes: 1 bit or more beside the output, if its 2 smooth pieces can be fitted",
     "x*exp(-x)": "PyTorch: none|fewbit: beyond the domain -10 10 an unbounded derivative is cut off",
     "tan(x)": "fewbit: no: an unbounded derivative in the domain -10 10",
-    "x + 2*sin(x)": ": too many roots to be counted|inverted: no: it has too many monotone pieces|"
+    "x + 2*sin(x)": ": the roots of f' are not known|inverted: no: its monotone pieces over the reals are too|"
     "toward +inf: +infinity, along no",
     "x*(atan(x)/pi + 1/2)": "arithmetic: in float32 it is|: 'atan(x)/pi + 1/2' cancels; write",
     "log(x)": "toward -inf: undefined|fewbit: no: activation 'log(x)' is nan at x = -10",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
+from fitact.cli import tables
 from fitact.fitter.analysis import Activation
 from fitact.fitter.analysis.shape import REALS, Asymptote, Breakpoint, Piece, Root
 from fitact.fitter.catalog import CATALOG
@@ -179,6 +180,9 @@ RANGES: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("sqrt(x)", "log(x)", "relu(x)**1.5"), (0, INF)),
     "sqrt(abs(x))": (-INF, INF),
     "1/(x - 0.3)": (-INF, 0),
+    "sqrt(abs(x - 1))": (-INF, INF),
+    "log(x - 1)": (0, INF),
+    "exp(exp(x))": (0, INF),
     "exp(-x**2)": (-math.sqrt(2 / math.e), math.sqrt(2 / math.e)),
     "abs(x)": (-1, 1),
     "where(x > 0, 3, -2)": (0, 0),
@@ -226,5 +230,15 @@ def test_switch_points_include_harmless_ones() -> None:
 
 def test_parity() -> None:
     texts = {"sin(x)": "even", "x**2": "odd", "exp(-x**2)": "odd", "log(x)": "odd", "3*x": "even"}
-    texts |= dict.fromkeys(("x + x**2", "x*where(x > 9.9, 2, 1)", "sqrt(x)"))
+    texts |= dict.fromkeys(
+        ("x + x**2", "x*where(x > 9.9, 2, 1)", "sqrt(x)", "clamp(x, -1, 1.001)", "clamp(x, -20, 9.9999)")
+    )
     assert {text: Activation.of(text).derivative_parity(10.0) for text in texts} == texts
+
+
+def test_what_is_shown_holds_far_out() -> None:
+    shown = "\n".join(tables.activation(Activation.of("clamp(x, -20, 20)")))
+    assert "exact at 1 bit, as the derivative is a step function from -10 to 10" in shown
+    assert "range of f'    at least -9.919653967 to inf" in tables.activation(
+        Activation.of("sin(x)*sqrt(1 + abs(x))")
+    )

@@ -111,3 +111,10 @@ def test_stated_error_of_float32(case: Output) -> None:
     x = np.concatenate([chance.uniform(-20, 20, 300_000), chance.uniform(-1, 1, 100_000)]).astype(np.float32)
     actual = measured(case, x, torch.float32)
     assert 0.9 * actual <= case.error(torch.float32) <= 1.1 * actual + 2 * 2.0**-24
+
+
+@pytest.mark.parametrize("text", ["clamp(x, -60, 60)", "clamp(x, -1e6, 1e6)", "where(x < 1000, x, 2*x)"])
+def test_formulas_that_fail_far_out_are_refused(text):
+    assert "its derivative is not that function of the output" in refused(
+        output.fit, Activation.of(text), "a", "1"
+    )

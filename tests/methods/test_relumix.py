@@ -295,3 +295,38 @@ def test_progress_reaches_the_end_and_never_turns_back():
     shares = []
     relumix.mixture(Activation.of("tanh"), 2, "primitive", 1, 0, shares.append)
     assert shares == sorted(shares) and 0 < shares[0] < 0.5 and shares[-1] == 1
+
+
+# f with many valleys and bits: the least objective of 200 descents from random knots
+WAVES = {
+    "hardswish(x) + 0.2*sin(2*x)*exp(-x**2/9)": 0.002793827,
+    "tanh(x) + 0.1*sin(3*x)*exp(-x**2/8)": 0.001511033,
+    "x*sigmoid(x) + 0.2*sin(x)*exp(-x**2/20)": 0.001857032,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", WAVES)
+def test_the_deepest_of_many_valleys(text):
+    assert relumix.fit(Activation.of(text), 3, "a").error["objective"] <= WAVES[text] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        # knots 50, 60 and 80: slope 1 is met, and the mean of 0 and -1 over 20 is off by 1/2
+        ("relu(x - 50) - relu(x - 60) - relu(x - 70) + relu(x - 80)", 5.0),
+        # that of SiLU, and the integral of (0.04 sech(x)**2)**2
+        ("silu(x) + 0.04*tanh(x - 60)", 0.06056690290669728 + 0.04**2 * 4 / 3),
+    ],
+)
+def test_slopes_far_out_count(text, least):
+    assert relumix.fit(Activation.of(text), 2, "a", objective="derivative").error["objective"] == pytest.approx(
+        least
+    )
+
+
+def test_corners_far_out_are_refused():
+    text = "relu(x - 50) - relu(x - 60) - relu(x - 70) + relu(x - 80)"
+    assert "its slope changes too far from 0" in refused(relumix.fit, Activation.of(text), 2, "a")
+    assert relumix.fit(Activation.of("clamp(x, -128, 127)"), 2, "a").error["objective"] == 0

@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from fitact.base import UsageError, columns
-from fitact.fitter.analysis import Activation, Asymptote, Gate, Learned, Monotone, problem
+from fitact.fitter.analysis import REALS, Activation, Asymptote, Gate, Learned, Monotone, problem, roots
 from fitact.fitter.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr import text_of
 from fitact.fitter.methods import fewbit, inverted, output, relumix
@@ -68,6 +70,7 @@ def activation(f: Activation) -> list[str]:
         f"{_number(b.at)} ({b.kind} of {'f' if b.kind == 'jump' else 'the derivative'})" for b in f.breakpoints()
     ]
     text = text_of(f.formula)
+    more = "at least " * math.isfinite(roots(f.second_derivative_formula, -REALS, REALS).reach)
     rows = [
         ("f(x)", f.expression),
         *([("computed as", text)] if text != f.expression else []),
@@ -79,7 +82,7 @@ def activation(f: Activation) -> list[str]:
         ("toward +inf", _toward(f.asymptotes[1])),
         ("pieces", _pieces(monotone)),
         ("roots of f'", _roots(monotone)),
-        ("range of f'", " to ".join(map(_number, f.derivative_range()))),
+        ("range of f'", more + " to ".join(map(_number, f.derivative_range()))),
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
         *((name, _answer(f, method)) for name, method in _METHODS.items()),
     ]
@@ -121,7 +124,7 @@ def _pieces(monotone: Monotone) -> str:
     count = len(texts)
     if math.isfinite(monotone.reach):
         few = ", ".join(texts) if count <= MOST else f"{count} of them"
-        return f"{few} for |x| below {monotone.reach:.3g}; beyond, f' has too many roots to be counted"
+        return f"{few} for |x| below {monotone.reach:.3g}; beyond, the roots of f' are not known"
     bits = (count - 1).bit_length()
     apart = "" if count < 2 else f"; {bits} bit{'s'[: bits > 1]} tell{'s'[: bits < 2]} them apart"
     return _listed(texts, "none") + apart
@@ -151,7 +154,9 @@ def _fewbit(f: Activation) -> str:
     steps = f.steps(0.0 if f.derivative_parity(high) == "even" else low, high)
     if steps is not None:
         bits = max(len(steps).bit_length(), 1)
-        return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function"
+        every = f.steps()
+        there = "" if every is not None and np.abs(every).max(initial=0.0) < high else f" from {low:g} to {high:g}"
+        return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function{there}"
     if any(map(math.isinf, f.derivative_range(low, high))):
         raise UsageError(f"an unbounded derivative in the domain {low:g} {high:g}")
     if any(map(math.isinf, f.derivative_range())):
