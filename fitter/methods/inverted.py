@@ -209,12 +209,9 @@ def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) ->
         for p, q in itertools.chain([exact] if exact else [], _candidates(samples, ends, allowed, inner, least)):
             exactly = (p, q) == exact and not samples.half
             y = samples.y[list(ends)]
-            if exactly:  # it holds beyond the last sample, too
-                open_ends = [
-                    cell.low <= -REALS and ends[0] == 0,
-                    cell.high >= REALS and ends[1] == len(samples.y) - 1,
-                ]
-                y = np.where(open_ends, np.copysign(np.float32(LARGEST), y), y)
+            if exactly:  # it holds beyond the outermost samples, too
+                beyond = [cell.low <= -REALS and not ends[0], cell.high >= REALS and ends[1] == len(samples.y) - 1]
+                y = np.where(beyond, np.copysign(np.float32(LARGEST), y), y)
             t = variable(cell.radicals, y) if len(p) > 1 else np.zeros(2)
             a, b = sorted(t.tolist())
             if has_pole(q, a, b):

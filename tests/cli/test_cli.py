@@ -288,6 +288,8 @@ SHOWN = {
     "fewbit: yes: 1 to 4 bits|output: no|"
     "inverted: yes: 1 bit or more beside the output, if its 2 smooth pieces can be fitted",
     "x*exp(-x)": "PyTorch: none|fewbit: beyond the domain -10 10 an unbounded derivative is cut off",
+    "clamp(x, -20, 20)": "fewbit: yes: exact at 1 bit, as the derivative is a step function from -10 to 10",
+    "sin(x)*sqrt(1 + abs(x))": "range of f': at least -9.919653967 to inf",
     "tan(x)": "fewbit: no: an unbounded derivative in the domain -10 10",
     "x + 2*sin(x)": ": the roots of f' are not known|inverted: no: its monotone pieces over the reals are too|"
     "toward +inf: +infinity, along no",
