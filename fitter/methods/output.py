@@ -64,14 +64,8 @@ def _verify(activation: Activation, formula: Expr, text: str) -> None:
     """Compare the formula with f′ in high precision, over the whole range and beside every breakpoint."""
     corners = activation.switch_points(-REALS, REALS)
     beyond = np.geomspace(REACH, 1e30, 60)
-    points = np.concatenate(
-        [
-            np.linspace(-REACH, REACH, 101) + 0.0137,
-            beyond,
-            -beyond,
-            *(corners + d for d in (-1e-3, -1e-6, 1e-6, 1e-3)),
-        ]
-    )
+    beside = [corners + d for d in (-1e-3, -1e-6, 1e-6, 1e-3)]
+    points = np.concatenate([np.linspace(-REACH, REACH, 101) + 0.0137, beyond, -beyond, *beside])
     points = points[np.min(np.abs(points[:, None] - corners), axis=1, initial=np.inf) > 1e-9]
     compared = 0
     for point in points.tolist():
