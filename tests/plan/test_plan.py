@@ -529,7 +529,7 @@ def peak(plan, model, x, accumulate):
 
 
 cpu = replace(DEVICES["t4"], name="CPU of a test")
-for width, batch, accumulate in ((127, 32, False), (320, 4, False), (320, 4, True)):
+for width, batch, accumulate in ((127, 32, False), (320, 4, True)):
     x = torch.randint(511, (batch, 64), generator=torch.Generator().manual_seed(rank))
     plans = []
     if rank == 0:
