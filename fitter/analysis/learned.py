@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -154,17 +154,18 @@ class Learned(Formula):
 
     def at_start(self, formula: Expr, at: Array) -> Array:
         """Return a formula in x and the learned parameters at the points, these at their starts."""
-        filled = self._filled(formula)
+        filled = self.filled(formula)
         if filled.has(sympy.zoo, sympy.nan, sympy.oo):
             return np.full(np.shape(at), np.nan)
         return evaluate(filled, at)
 
     def start(self) -> Activation | None:
         """Return the activation that the formula is at the starts; None where it is constant there."""
-        filled = self._filled(self.typed)
-        return Activation(None, text_of(filled)) if x in filled.free_symbols else None
+        filled = self.filled(self.typed)
+        return Start(None, text_of(filled), learned=self) if x in filled.free_symbols else None
 
-    def _filled(self, formula: Expr) -> Expr:
+    def filled(self, formula: Expr) -> Expr:
+        """Return a formula in x and the learned parameters with these at their starts."""
         starts = [sympy.Rational(repr(number.start)) for number in self.numbers]
         return formula.xreplace(dict(zip(self.symbols, starts, strict=True)))
 
@@ -181,3 +182,20 @@ class Learned(Formula):
                     f"{self}: with its start {starts} {what}the formula is {at_points[i]:g} at x = {POINTS[i]:g}: "
                     "expected finite numbers from x = -10 to 10; start elsewhere, or write where(condition, a, b)"
                 )
+
+
+@dataclass(frozen=True)
+class Start(Activation):
+    """A formula with its numbers at their starts; rewritten as generated code is, for any numbers."""
+
+    learned: Learned = field(kw_only=True)
+
+    @cached_property
+    def formula(self) -> Expr:
+        """As in `Formula`."""
+        return self.learned.filled(self.learned.formula)
+
+    @cached_property
+    def derivative_formula(self) -> Expr:
+        """As in `Formula`."""
+        return self.learned.filled(self.learned.derivative_formula)

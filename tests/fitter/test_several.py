@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fitact.fitter.analysis import Gate, Learned
+from fitact.fitter.analysis import Activation, Gate, Learned, problem
 from fitact.fitter.catalog import GATES, LEARNED, is_gate
 from tests.support.reals import MP, REAL
 from tests.support.refusals import refused
@@ -110,3 +110,10 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
 def test_a_number_that_is_named_as_an_exponent() -> None:
     start = Learned.of("x*2.e3 + e3*x**2", {"e3": (0.5, False)}).start()
     assert start is not None and start.value(np.array([2.0])) == [4002.0]
+
+
+@pytest.mark.parametrize("text", ["(a*x + sqrt(a*x*x + 4*b))/2", "sinh(a*x)/cosh(b*x)"])
+def test_what_is_stable_at_the_starts_alone(text: str) -> None:
+    start = Learned.of(text, {"a": (1.0, False), "b": (1.0, False)}).start()
+    assert start is not None and problem(start) is not None
+    assert problem(Activation.of(start.expression)) is None
