@@ -15,7 +15,7 @@ import pytest
 
 from fitact.base import blank, literal, save
 from fitact.cli import cli
-from fitact.fitter.analysis import Activation
+from fitact.fitter.analysis import Activation, Learned
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import again, fewbit
 from fitact.fitter.numerics import Weight
@@ -83,7 +83,7 @@ MAKES: dict[str, dict[str, Any] | list[str]] = {
     "--fn tanh --fn relu --bits 1 --bits 2": [
         f"generated/fits/{name}_fewbit{bits}.json" for name in ("relu", "tanh") for bits in (1, 2)
     ],
-    "--fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky": {"levels": (0.20000000298023224, 1.0)},
+    "--fn leaky_relu --param 'negative_slope = 0.2' --bits 1 --name leaky": {"levels": (0.20000000298023224, 1.0)},
     "--method inverted --fn squareplus(x) --name sp": {"name": "sp", "bits": 0, "domain": None},
     "--method inverted --fn 'x**2 + x' --domain -2 2 --name square --tol 1e-3": {
         "domain": (-2.0, 2.0),
@@ -94,6 +94,9 @@ MAKES: dict[str, dict[str, Any] | list[str]] = {
     },
     "--method inverted --fn silu --family published": {"name": "silu_inverted_published", "bits": 1},
     "--method output --fn 'asinh(x)' --derivative '1/cosh(y)' --name own": {"derivative": "1/cosh(y)"},
+    "--method recompute --fn a*x --learn 'a : channel = 0.5' --name own": {
+        "activation": Learned.of("a*x", {"a": (0.5, True)})
+    },
 }
 
 

@@ -287,14 +287,14 @@ def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
 def _parameter(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
-        return name, float(value)
+        return name.strip(), float(value)
     except ValueError:
         raise UsageError(f"--param {quote(text)}: expected NAME=NUMBER") from None
 
 
 def _learned(text: str) -> tuple[str, tuple[float, bool]]:
     name, equals, value = text.partition("=")
-    name, colon, kind = name.partition(":")
+    name, colon, kind = map(str.strip, name.partition(":"))
     try:
         if not equals or kind != "channel" * bool(colon):
             raise ValueError
