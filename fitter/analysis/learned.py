@@ -160,9 +160,9 @@ class Learned(Formula):
         return evaluate(filled, at)
 
     def start(self) -> Activation | None:
-        """Return the activation that the formula is at the starts; None where it is constant there."""
-        filled = self.filled(self.typed)
-        return Start(None, text_of(filled), learned=self) if x in filled.free_symbols else None
+        """Return the activation that the formula is at the starts; None where that is computed as a constant."""
+        varies = x in self.filled(self.formula).free_symbols
+        return Start(None, text_of(self.filled(self.typed)), learned=self) if varies else None
 
     def filled(self, formula: Expr) -> Expr:
         """Return a formula in x and the learned parameters with these at their starts."""

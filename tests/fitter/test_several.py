@@ -117,3 +117,8 @@ def test_what_is_stable_at_the_starts_alone(text: str) -> None:
     start = Learned.of(text, {"a": (1.0, False), "b": (1.0, False)}).start()
     assert start is not None and problem(start) is not None
     assert problem(Activation.of(start.expression)) is None
+
+
+def test_a_formula_that_is_a_constant_at_the_starts() -> None:
+    numbers = {"a": (1.0, False), "b": (1.0, False)}
+    assert Learned.of("exp(x + a)/(exp(b*x) + exp(x + a))", numbers).start() is None
