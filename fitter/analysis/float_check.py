@@ -89,8 +89,8 @@ def problem(activation: Activation) -> str | None:
                 return f"{where}: {_blame(parts, i, at)}"
         if not abs(derivatives[i] - float(derivative)) <= DERIVATIVE_ERROR * max(1.0, float(abs(derivative))):
             return (
-                f"its derivative is computed as {derivatives[i]:.4g} at x = {at:.4g} "
-                f"in place of {float(derivative):.4g}: "
+                f"its derivative is computed as {derivatives[i]:.9g} at x = {at:.4g} "
+                f"in place of {float(derivative):.9g}: "
                 "write it with a part for each side, where(x > a, ..., ...)"
             )
     return None

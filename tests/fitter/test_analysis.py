@@ -1,13 +1,14 @@
 """The shape of formulas: expectations are derived by hand, or by mpmath from an independent formula."""
 
 import math
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from scipy import optimize
 
-from fitact.fitter.analysis import Activation
+from fitact.fitter.analysis import Activation, problem
 from fitact.fitter.analysis.shape import REALS, Asymptote, Breakpoint, Piece, Root
 from fitact.fitter.catalog import CATALOG
 from tests.support.curves import ALPHA, CURVES, LAMBDA
@@ -233,3 +234,9 @@ def test_parity() -> None:
         ("x + x**2", "x*where(x > 9.9, 2, 1)", "sqrt(x)", "clamp(x, -1, 1.001)", "clamp(x, -20, 9.9999)")
     )
     assert {text: Activation.of(text).derivative_parity(10.0) for text in texts} == texts
+
+
+def test_a_report_has_the_digits_that_differ() -> None:
+    report = problem(Activation.of("tan(x/10)"))
+    numbers = re.search(r"derivative is computed as (\S+) at x = \S+ in place of (\S+): ", report or "")
+    assert numbers and float(numbers[1]) != float(numbers[2]) == pytest.approx(0.137065441)
