@@ -239,7 +239,7 @@ class Parser(Syntax):
         values = {}
         for key, number, at in zip(entry.parameters, parameters, node.args[1:], strict=False):
             if not number.is_number:
-                self.refuse(at, f"{key} of {name} is a number, without x")
+                self.refuse(at, f"{key} of {name} is a number, without {' or '.join(self.variables)}")
             values[key] = constant(number)
         return parse(entry.filled(entry.expression, values), what=name).xreplace({x: u})
 

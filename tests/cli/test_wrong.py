@@ -98,6 +98,7 @@ LEARN where(x>a,x,0.1*x) --learn a=0 -> the derivative in a is 0 at every x, so 
 LEARN log(a)*x --learn a=0 -> with its start a=0 the formula is inf at x = -10
 LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = -10
 LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
+LEARN 'elu(x, a)' --learn a=1 -> alpha of elu is a number, without x or a
 codegen good.json broken.json -> broken.json: bits: expected
 codegen good.json --out '' -> --out': expected the name of a folder
 codegen good.json twin.json -> two fits are called 'good'
