@@ -162,6 +162,17 @@ def following(enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[
 
 
 @contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turn an error that is not fitact's into a UsageError that begins with these words."""
+    try:
+        yield
+    except FitactError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{what}: {one_line(error)}") from error
+
+
+@contextmanager
 def explained(name: str, which: str) -> Iterator[None]:
     """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
     try:

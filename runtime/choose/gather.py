@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.base import FitactError, UsageError, one_line, quote
+from fitact.base import UsageError, quote
 from fitact.runtime.measure import Sketch
 from fitact.runtime.restore import (
     check_initialised,
@@ -20,6 +19,7 @@ from fitact.runtime.restore import (
     following,
     has_no_values,
     real,
+    refused,
     runner,
     untouched,
 )
@@ -48,28 +48,17 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
     with torch.no_grad(), untouched(model), _Watch(model) as watch, following(watch.enter, watch.leave):
         source, end = iter(batches), object()
         for number in count():
-            with _explained(f"batch {number}: it cannot be made"):
+            with refused(f"batch {number}: it cannot be made"):
                 batch = next(source, end)
             if batch is end:
                 break
             run = real(runner(batch))
-            with _explained(f"batch {number}: the model cannot be run with it"):
+            with refused(f"batch {number}: the model cannot be run with it"):
                 run(model)
     if not number:
         raise UsageError("batches: expected at least one batch, got none")
     gathered: tuple[list[Gathered], list[str]] = watch.gathered()
     return gathered
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn an error that is not fitact's into a UsageError that begins with these words."""
-    try:
-        yield
-    except FitactError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{what}: {one_line(error)}") from error
 
 
 class _Watch(TorchFunctionMode):

@@ -17,7 +17,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from fitact.base import FitactError, JobError, UsageError, few, integer, one_line, quote
+from fitact.base import JobError, UsageError, few, integer, one_line, quote
+from fitact.runtime.restore import refused
 
 from .subjects import Patterns, Source, Subject, blocks_of, converted, fake_copy, without_weights
 
@@ -86,13 +87,8 @@ def prepare(
         UsageError: the model cannot be built, or does not take this `batch` and `seq`; the message says why.
 
     """
-    try:
-        with without_weights(fake):
-            model, inputs = source.build(batch, seq)
-    except FitactError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{source.name}: cannot be built: {one_line(error)}") from error
+    with refused(f"{source.name}: cannot be built"), without_weights(fake):
+        model, inputs = source.build(batch, seq)
     longest = source.longest(model)
     if longest is not None and seq > longest:
         raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")

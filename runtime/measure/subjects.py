@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fitact.base import FitactError, UsageError, few, one_line, quote
+from fitact.base import UsageError, few, one_line, quote
 from fitact.runtime import restore
 from fitact.runtime.restore import Inputs, Runner
 from fitact.runtime.torch_internals import (
@@ -296,12 +296,8 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
 
 def tensors_of(run: Runner, model: nn.Module) -> list[Tensor]:
     """Run a model, and return the tensors of its output; raise a UsageError if it cannot be run."""
-    try:
+    with restore.refused("the model cannot be run with example_inputs"):
         return [leaf for leaf in tree_leaves(run(model)) if isinstance(leaf, Tensor)]
-    except FitactError:
-        raise
-    except Exception as error:
-        raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
 
 
 def matching(paths: Collection[str], given: Patterns, name: str, what: str) -> list[str]:
