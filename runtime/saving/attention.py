@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,17 +22,15 @@ from fitact.runtime.kernels import active_autocast, without_autocast
 from fitact.runtime.torch_internals import (
     ATTENTION_BACKEND,
     SAFE_SOFTMAX,
-    FakeTensor,
     after_backward,
     in_functorch_transform,
     without_dispatch_modes,
 )
 
+from .recompute import PLAIN
 from .storage import is_parameter
 
 Call = Callable[..., Tensor]
-PLAIN = Tensor, nn.Parameter, FakeTensor
-HALVES = torch.float16, torch.bfloat16
 TENSORS = ("query", "key", "value", "attn_mask")
 ALLOWED: Mapping[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
@@ -61,11 +59,10 @@ def attention(
         tensors.pop()
     if given.keys() != OPTIONS.keys() or not _is_plain(tensors) or _are_one(tensors):
         return None
-    low, dtypes = active_autocast(tensors[0].device.type), [tensor.dtype for tensor in tensors]
-    if low is not None:
-        if any(_casts_once(tensor, low) or is_parameter(tensor) for tensor in tensors):
-            return None  # PyTorch has to cast it, for all that read its cast
-        dtypes = [low if dtype.is_floating_point and dtype != torch.float64 else dtype for dtype in dtypes]
+    low = active_autocast(tensors[0].device.type)
+    if low and any(_casts_once(tensor, low) or is_parameter(tensor) for tensor in tensors):
+        return None  # PyTorch has to cast it, for all that read its cast
+    dtypes = [_dtype(tensor, low) for tensor in tensors]
     if not (_is_usual(tensors, dtypes, **given) and _is_composed(tensors, dtypes, given)):
         return None
     if not 0 <= given["dropout_p"] <= 1:
@@ -95,6 +92,11 @@ def _are_one(tensors: Sequence[Any]) -> bool:
 def _casts_once(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether autocast caches its cast of a tensor for all readers, as it does for a trained leaf."""
     return x.is_leaf and x.requires_grad and x.dtype != dtype
+
+
+def _dtype(x: Tensor, low: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which attention reads a tensor under an autocast to `low`, if there is one."""
+    return low if low and x.is_floating_point() and x.dtype != torch.float64 else x.dtype
 
 
 def _is_usual(
@@ -139,7 +141,7 @@ def _composed(
     enable_gqa: bool,
 ) -> Tensor:
     dtype, (heads, rows, width) = query.dtype, query.shape[-3:]
-    if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         share(query, key, value)
         query, key, value = (call(Tensor.to, tensor, torch.float32) for tensor in (query, key, value))
     factor = math.sqrt(1 / math.sqrt(width) if scale is None else abs(scale))
@@ -294,11 +296,5 @@ def recomputed(
         low and any(_casts_once(tensor, low) for tensor in some)
     ):
         return None
-    if low is not None:
-        tensors = [
-            tensor
-            if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
-            else _to(call, tensor, low)
-            for tensor in tensors
-        ]
+    tensors = [None if tensor is None else _to(call, tensor, _dtype(tensor, low)) for tensor in tensors]
     return AttentionCall(function, given, tensors), tensors
