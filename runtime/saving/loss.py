@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,16 +24,7 @@ from fitact.runtime.torch_internals import (
 
 PIECES, PIECE = (4, 64), 2**21  # the least and the most pieces of logits; elements of one in between
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
-_ARGUMENTS: Mapping[str, Any] = {
-    "input": None,
-    "target": None,
-    "weight": None,
-    "size_average": None,
-    "ignore_index": -100,
-    "reduce": None,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-}
+_ARGUMENTS = {name: each.default for name, each in inspect.signature(F.cross_entropy).parameters.items()}
 
 
 class _CrossEntropy(torch.autograd.Function):
