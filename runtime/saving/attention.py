@@ -27,7 +27,7 @@ from fitact.runtime.torch_internals import (
     without_dispatch_modes,
 )
 
-from .recompute import PLAIN
+from .capture import is_plain
 from .storage import is_parameter
 
 Call = Callable[..., Tensor]
@@ -57,7 +57,7 @@ def attention(
     tensors = [given.pop(name, None) for name in TENSORS]
     if tensors[-1] is None:
         tensors.pop()
-    if given.keys() != OPTIONS.keys() or not _is_plain(tensors) or _are_one(tensors):
+    if given.keys() != OPTIONS.keys() or not _are_plain(tensors) or _are_one(tensors):
         return None
     low = active_autocast(tensors[0].device.type)
     if low and any(_casts_once(tensor, low) or is_parameter(tensor) for tensor in tensors):
@@ -72,12 +72,9 @@ def attention(
         return _composed(call, share, *cast, **given)
 
 
-def _is_plain(tensors: Sequence[Any]) -> bool:
+def _are_plain(tensors: Sequence[Any]) -> bool:
     """Whether tensors are a CPU's matrices, and one needs a gradient."""
-    if not all(
-        type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
-        for tensor in tensors
-    ):
+    if not all(is_plain(tensor) and tensor.device.type == "cpu" for tensor in tensors):
         return False
     return any(tensor.requires_grad for tensor in tensors) and all(
         tensor.numel() and tensor.dim() > 1 for tensor in tensors
@@ -289,7 +286,7 @@ def recomputed(
     some = [tensor for tensor in tensors if tensor is not None]
     if given.keys() != OPTIONS.keys() or given["dropout_p"] or in_functorch_transform() or _are_one(tensors):
         return None
-    if not all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in some):
+    if not all(map(is_plain, some)):
         return None
     low = active_autocast(some[0].device.type)
     if not any(tensor.requires_grad for tensor in some) or (

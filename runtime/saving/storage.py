@@ -415,7 +415,7 @@ class Stored(Made):
     def _unpacked(self, layout: Layout) -> Tensor:
         assert self._hooks is not None
         tensor = self.made()
-        if isinstance(self._saved, Watched) and tensor.layout is torch.strided:
+        if isinstance(self._saved, Watched) and tensor.layout is torch.strided and not tensor.is_nested:
             return in_layout(tensor, layout)
         if not self._whole or (tensor.size(), tensor.stride()) == layout[:2]:
             return tensor

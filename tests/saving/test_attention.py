@@ -158,6 +158,16 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
+def test_nested_tensors(again: bool) -> None:
+    def compute(*parts: Tensor) -> Tensor:
+        x = torch.nested.as_nested_tensor([*parts])
+        return attend(x, x * 2, x * 3).to_padded_tensor(0.0)
+
+    both_ways(compute, *(torch.randn(1, rows, 8).requires_grad_() for rows in (3, 5)), recompute_attention=again)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_pytorch_says(name: str) -> None:
     given = dict(zip(("query", "key", "value"), (tensor.requires_grad_() for tensor in tensors()), strict=True))
