@@ -145,7 +145,7 @@ class Mark:
         layout = layout_of(tensor)
         for ref in self.known:
             stored = ref()
-            if stored is None or stored.version != version or stored.is_copied():
+            if stored is None or stored.version != version:
                 continue
             if stored.layout == layout or (stored.replaced and type(stored) is not Quantised):
                 return stored
@@ -440,10 +440,6 @@ class Stored(Made):
         if self.separate or self._copied is not None:
             return True
         return version_of_saved(self._saved if self._hooks is None else self._guard) == self.version
-
-    def is_copied(self) -> bool:
-        """Return whether there is a copy of the tensor, which was changed then."""
-        return self._copied is not None
 
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Copy the tensor for what is recomputed from it: it is about to be changed in place.
