@@ -373,14 +373,12 @@ class Computed(Made):
     """A tensor that is computed in backward.
 
     Attributes:
-        guard: counts changes of the tensor in place; None before it was saved.
         value: the tensor, if it could not be computed any more.
 
     """
 
     readers = 0
     sources: Sequence[Stored | Computed]
-    guard: Tensor | None = None
     value: Tensor | None = None
 
     def __init__(self, recompute: Recompute, sources: Sequence[Stored | Computed]) -> None:

@@ -199,6 +199,7 @@ class Made(ABC):
         sources: what it is made from.
         replaced: whether nothing of it is stored any more, and it is what its source is.
         how: how it is stored, for reports.
+        guard: counts changes of the tensor in place; None before autograd saved it.
 
     """
 
@@ -206,6 +207,7 @@ class Made(ABC):
     readers, first, saved, replaced = 1, 0, False, False
     sources: Sequence[Made] = ()
     how = "recomputed"
+    guard: Tensor | None = None
     _made: Tensor | None = None
     _made_at = _left = 0
 
@@ -335,7 +337,6 @@ class Stored(Made):
     ours, needed, separate, instead = False, False, False, None
     stays, small, _spoilt = False, False, False
     recompute: Any = None
-    guard: Tensor | None = None
     _guard: Any = None
     _hooks: Hooks | None = None
     _layout: Layout | None = None
@@ -578,7 +579,6 @@ class Quantised(Stored):
     Attributes:
         bits: of a code; without end if none is read.
         signs: whether elements that are not 0 have their sign.
-        guard: counts changes of the tensor in place.
         exact: what is read in place of the codes, because it is stored anyway.
 
     """
@@ -588,7 +588,6 @@ class Quantised(Stored):
     bits: float
     exact: Stored | None = None
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
-    guard: Tensor | None = None
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
         n, columns = tensor.numel(), next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
