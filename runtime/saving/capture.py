@@ -130,11 +130,7 @@ class Capture(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._context.__enter__()
-        try:
-            return super().__enter__()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._context.__exit__(None, None, None)
-            raise
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -349,7 +345,7 @@ class Capture(TorchFunctionMode):
             if any(leaf.replaced for leaf in leaves) or not self.is_as_near(stored, leaves):
                 continue
             computed = stored.recompute.store(self.store)
-            if computed is not None and not stored.replaced:
+            if computed is not None:
                 stored.replace(computed)
                 for leaf in leaves:
                     leaf.stays = True

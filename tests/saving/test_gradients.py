@@ -5,13 +5,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -305,6 +306,26 @@ def test_what_waits_in_a_long_loop() -> None:
         return loss + hidden.mul(1e-3).exp().mean()
 
     saving.both_ways(compute, torch.randn(16, 16).requires_grad_())
+
+
+class Packed:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_what_waits_for_a_tensor_is_not_replaced_by_a_part_of_it() -> None:
+    x, weight, alive = torch.randn(64, 64), torch.randn(64, 64).requires_grad_(), weakref.WeakSet[Packed]()
+
+    def pack(tensor: Tensor) -> Packed:
+        alive.add(packed := Packed(tensor))
+        return packed
+
+    with saved_tensors_hooks(pack, attrgetter("tensor")), fitact.saving():
+        y = x @ weight
+        s = torch.sigmoid(y)
+        loss = y[:, :8].square().sum() + (y * s).sum()
+    assert sum(each.tensor.numel() for each in alive) == x.numel() + 64 * 8 + y.numel()
+    assert loss.requires_grad
 
 
 def test_what_is_read_twice_is_replaced_once() -> None:
