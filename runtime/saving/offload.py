@@ -221,7 +221,7 @@ class Offload:
     def pack(self, tensor: Tensor) -> Stored:
         """Return how a tensor is stored, which is no leaf."""
         with quietly():
-            if not is_plain(tensor) or tensor.is_complex() or tensor.is_neg():
+            if not is_plain(tensor) or tensor.is_complex():
                 return Stored(tensor, None)
             key, version = storage_id(tensor), version_of_saved(tensor)
             known = self._known.get(key)

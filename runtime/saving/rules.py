@@ -62,13 +62,7 @@ def _cumsum(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[
 
 def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     output = func(*args, **kwargs)
-    if (
-        output is not args[0]
-        and isinstance(output, Tensor)
-        and output.device == args[0].device
-        and is_plain(output)
-        and output.requires_grad
-    ):
+    if output is not args[0] and is_plain(output) and output.requires_grad and output.device == args[0].device:
         set_recompute(capture, output, Tensor.to, (args[0], output.dtype), {})
     return output
 
@@ -88,10 +82,8 @@ def _changing(
     mark, layout = mark_of(x.untyped_storage()), layout_of(x)
     recompute = before = None
     if mark is not None:
-        if func in cheap.PURE:
+        if args and func in cheap.PURE:
             pure = cheap.PURE[func], args, kwargs
-        if not args:
-            pure = None
         before = mark.recompute
         if before is not None and (before.version != version_of(x) or base_of(x) is not None):
             before = None
