@@ -55,9 +55,9 @@ MASKED = (*CLIPPED, F.leaky_relu)
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
 SHARP = 8  # bits at least from which logits of attention are recomputed, and of a tanh: near 1 its slope is 1 - y²
-# Attention that recomputes its weights from queries and keys, and the exact logarithm of their sums: an error of a
-# logit is one of the exponent. It reads codes only if the policy has bits for attention.
-FUSED = cheap.named("scaled_dot_product_attention")
+# Fused attention recomputes its weights from queries and keys, and the exact logarithm of their sums: an error of
+# a logit is one of the exponent. It reads codes only if the policy has bits for attention, and so does a softmax.
+FUSED = cheap.named("scaled_dot_product_attention softmax softmin log_softmax logsumexp")
 
 _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
 POLICIES: Mapping[str, Mapping[str, int]] = {
@@ -114,8 +114,6 @@ NORMS = cheap.named("norm vector_norm normalize")  # sharp unless they are Eucli
 QUOTIENTS = cheap.named("div div_ divide divide_ true_divide true_divide_ __div__ __truediv__ __itruediv__")
 ROOTS = cheap.named("sqrt rsqrt reciprocal") | POWERS | QUOTIENTS
 AVERAGES = cheap.named("sum mean var std norm vector_norm")
-# These read codes only as fused attention does.
-SOFTMAXES = cheap.named("softmax softmin log_softmax logsumexp")
 
 
 def kind_of(func: Function, args: Sequence[Any]) -> str | None:
@@ -213,7 +211,7 @@ class Quantising(Capture):
             return math.inf
         if func in NORMS and not _is_euclidean(args[1:2]):
             return math.inf
-        fused = func in FUSED or func in SOFTMAXES
+        fused = func in FUSED
         if kind_of(func, args) != "attention" and not fused:
             return 0
         return self._policy.get("attention", math.inf if fused else SHARP)
