@@ -121,6 +121,33 @@ def by_itself(context: Context, leaf: Leaf) -> Tensor:
         return x.mul_(x)
 
 
+@checked
+def replaced_and_then_changed(context: Context, leaf: Leaf) -> Tensor:
+    """Hooks copy the sigmoid's result, which is computed from its input instead once that is stored."""
+    a = leaf(16, 24)
+    with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x), context():
+        x = torch.randn(8, 16) @ a
+        s = torch.sigmoid(x)
+        y = x * s
+        s.mul_(2)
+        return y
+
+
+class Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_changes_of_what_hooks_hold_in_objects_of_their_own() -> None:
+    weight = nn.Parameter(torch.randn(24, 24))
+    with saved_tensors_hooks(Held, lambda held: held.tensor), saving():
+        x = torch.randn(16, 24) @ weight
+        y = F.gelu(x) @ weight
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="change a copy of it"):
+        y.sum().backward()
+
+
 def test_by_itself_without_a_copy() -> None:
     with saving():
         x = nn.Parameter(torch.randn(16, 24)) * 1.0
