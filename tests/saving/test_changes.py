@@ -639,6 +639,37 @@ def test_logits_in_memory_of_hooks() -> None:
     assert all(map(torch.equal, gradients(nullcontext), gradients(saving)))
 
 
+class Inner(torch.autograd.Function):
+    """Runs a graph of its own in both passes, in backward before it reads what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inner = x.detach().clone().requires_grad_()
+            ctx.outer = ctx.inner.sin().square()
+        ctx.save_for_backward(x)
+        return Tensor.detach(ctx.outer)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(ctx.outer, ctx.inner, grads[0])
+        return gradient * ctx.saved_tensors[0]
+
+
+@checked
+def graphs_of_a_function(context: Context, leaf: Leaf) -> Tensor:
+    """A checkpoint gives each tensor once, so what two nodes read is held until the function's own reads it."""
+    x = torch.randn(8, 16) @ leaf(16, 24)
+
+    def call(x: Tensor) -> Tensor:
+        with context():
+            y: Tensor = Inner.apply(x) + x.sin()
+            return y
+
+    y: Tensor = checkpoint(call, x, use_reentrant=False)
+    return y
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name: str) -> None:
     check(PROGRAMS[name])
