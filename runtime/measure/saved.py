@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import following
-from fitact.runtime.saving import Watched
+from fitact.runtime.saving import Watched, blocks
 from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of, without_torch_function
 
 from .modes import OperationMode
@@ -318,7 +318,8 @@ def gpu_kernels() -> Iterator[None]:
 
     Dropout saves a mask of one byte per element, as on a GPU; on a CPU it would save one of its input's dtype.
     Fused attention has no dropout on a CPU: it would be composed of operations that save the scores. So it runs
-    without dropout; on a GPU its dropout saves only the generator's state, 16 bytes.
+    without dropout; on a GPU its dropout saves only the generator's state, 16 bytes. Block codes of fake tensors
+    are made and read as by a kernel, with no other memory.
     """
     dropout, attention = F.dropout, F.scaled_dot_product_attention
 
@@ -334,5 +335,9 @@ def gpu_kernels() -> Iterator[None]:
     ) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, *more, **given)
 
-    with mock.patch.object(F, "dropout", masked), mock.patch.object(F, "scaled_dot_product_attention", fused):
+    with (
+        mock.patch.object(F, "dropout", masked),
+        mock.patch.object(F, "scaled_dot_product_attention", fused),
+        mock.patch.object(blocks, "FAKE_AS_ON_A_GPU", True),
+    ):
         yield

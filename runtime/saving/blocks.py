@@ -30,6 +30,7 @@ BITS = 3, 4, 5, 6, 8
 # Elements that are computed at a time: on a CPU tensors of half a MiB, elsewhere enough to keep a GPU busy.
 CHUNK, CHUNK_ELSEWHERE = 2**17, 2**22
 THREADS = 64  # of a program of a kernel: what is done for a channel or a block is done by fewer
+FAKE_AS_ON_A_GPU = False  # whether fake tensors of a CPU are made and read as by kernels: `gpu_kernels` says so
 # The parts of a code from the highest bit on: how many bits, and how many come before.
 PARTS = {6: ((4, 0), (2, 4)), 5: ((4, 0), (1, 4)), 4: ((4, 0),), 3: ((2, 0), (1, 2))}
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # with as many bits for each of eight elements
@@ -131,17 +132,17 @@ def _chunks(
 
 
 def _by_kernels(x: Tensor) -> bool:
-    return x.device.type in KERNEL_DEVICES or isinstance(x, FakeTensor)
+    return x.device.type in KERNEL_DEVICES or (FAKE_AS_ON_A_GPU and isinstance(x, FakeTensor))
 
 
 def _launch(
     name: str, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, constants: dict[str, Any]
 ) -> None:
-    """Run a program of a kernel for each tile, and one for what is left over; of fake tensors none."""
-    if isinstance(x, FakeTensor):
-        return
+    """Run a program of a kernel for each tile, and one for the elements that are left over."""
     from fitact.runtime.kernels import tiles
 
+    if isinstance(x, FakeTensor):
+        return
     columns, x = columns_of(x.shape), x.view(-1)
     rows, rest = divmod(x.numel(), columns)
     across = columns // BLOCK
@@ -209,7 +210,7 @@ def _encode(signs: bool, part: Tensor, codes: Tensor, scales: Tensor, shifts: Te
     most = _most(part.dtype)
     scales.copy_(top.clamp(-most, most))  # finite for every finite element
     inverse = (top.new_full((), 2 * levels**2) / scales.float()).clamp_(-LARGE, LARGE)
-    finite = math.isfinite(top.sum())
+    finite = isinstance(top, FakeTensor) or math.isfinite(top.sum())
     if not finite:
         nan = top.isnan()
         x.masked_fill_(nan, 0)
@@ -244,7 +245,7 @@ def _shifts(x: Tensor) -> Tensor | None:
     total, count = (tensor.sum(-1, keepdim=True, dtype=torch.int32) for tensor in (sums, counts))
     over, under = sums.mul_(count).sub_(counts * total), counts.mul_(count)  # over/under: above the tile's mean
     out = 2 * over >= (3 * under).clamp_(min=1)
-    if not out.any():
+    if isinstance(out, FakeTensor) or not out.any():
         return None
     above = (over.float() / under.float()).add_(0.5).floor_()
     # other channels may have tiny numbers beside ones as large

@@ -181,6 +181,13 @@ class Tells(Model):
         return super().forward(x) * (1 + isinstance(self, Attached))
 
 
+def test_to_count_nothing_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors of a large model would be for minutes."""
+    monkeypatch.setattr("fitact.runtime.saving.blocks._encode", None)
+    report = fitact.convert(Gated(), error="rounding", example_inputs=X)
+    assert 0 < report.saved_after < 0.5 * report.saved_before
+
+
 def test_gradients_that_are_not_exact() -> None:
     """The model then stays as it is. In a class of errors the difference is in the report."""
     model = made(Tells)

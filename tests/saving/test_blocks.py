@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitact.runtime.measure import Meter
 from fitact.runtime.saving.blocks import BITS, columns_of, decode, encode, nbytes
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support.peak import peak_memory
@@ -181,11 +180,10 @@ def test_temporaries_are_small() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tensors_without_numbers(device: str) -> None:
-    """Conversion and plans code them; nothing is computed, nor launched on a GPU."""
-    with FakeTensorMode(), Meter() as meter:
-        x = torch.empty(2**12, 2**10, device=device)
+    """Plans code them; on a GPU, nothing is launched."""
+    with FakeTensorMode():
+        x = torch.empty(100, 192, device=device)
         parts = encode(x, 3, signs=True)
         y = decode(*parts, x.shape, x.dtype)
         assert y.shape == x.shape and y.device == x.device
         assert sum(part.nbytes for part in parts) == nbytes(x.shape, 3)
-    assert meter.peak == meter.level == 2 * x.nbytes + nbytes(x.shape, 3)
