@@ -220,6 +220,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "pooling": lambda x: F.max_pool1d(x, 3, 1, 1),
     "pooling in a plane": lambda x: F.adaptive_max_pool2d(x, x.shape[1:]),
     "in place": lambda x: F.silu(x.clone(), inplace=True),
+    "in place, by name": lambda x: F.relu(input=x.clone(), inplace=True),
     "softmax": lambda x: x.softmax(-1) * x,
     **{f"by hand: {name}": call for name, call in BY_HAND.items()},
     **{f"{name} of gelu": lambda x, read=read: read(F.gelu(x)) for name, read in READS.items()},
