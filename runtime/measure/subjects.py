@@ -266,7 +266,6 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
     It is run as it trains: in its own mode, or in training mode if it is in evaluation mode as a whole. Every look
     takes the model and what runs it, and starts from the same state. Fake copies are run; where that is not
     possible, because the model looks at values, the model itself is run, and restored, as the generators are.
-    Looks count what is saved; what coding takes beside it is not there in fake copies.
 
     Raises:
         UsageError: the model cannot be run, or is sharded.
@@ -286,7 +285,7 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
                 results.append(look(of if of.training else of.train(), again()))
         return results
 
-    as_kernels = mock.patch.object(blocks, "FAKE_AS_ON_A_GPU", True)  # to code fake tensors takes minutes
+    as_kernels = mock.patch.object(blocks, "FAKE_AS_ON_A_GPU", True)  # looks count what is saved alone
     with torch.inference_mode(False), torch.enable_grad(), as_kernels:
         try:
             fake, mode = fake_copy(model)

@@ -30,7 +30,7 @@ BITS = 3, 4, 5, 6, 8
 # Elements that are computed at a time: on a CPU tensors of half a MiB, elsewhere enough to keep a GPU busy.
 CHUNK, CHUNK_ELSEWHERE = 2**17, 2**22
 THREADS = 64  # of a program of a kernel: what is done for a channel or a block is done by fewer
-FAKE_AS_ON_A_GPU = False  # whether fake tensors of a CPU are made and read as by kernels: `gpu_kernels` says so
+FAKE_AS_ON_A_GPU = False  # whether fake tensors of a CPU are coded as by kernels: nothing is computed
 # The parts of a code from the highest bit on: how many bits, and how many come before.
 PARTS = {6: ((4, 0), (2, 4)), 5: ((4, 0), (1, 4)), 4: ((4, 0),), 3: ((2, 0), (1, 2))}
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # with as many bits for each of eight elements
