@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # Each process that compiles would start others to do it, which find no core that is free.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each process that compiles would build and load a program for each instruction set that the CPU announces.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Results that all processes of a run share (tests/support/shared.py); the first process makes the folder.
 if "FITACT_TESTS_SHARED" not in os.environ:
     os.environ["FITACT_TESTS_SHARED"] = tempfile.mkdtemp()

@@ -32,19 +32,19 @@ def _orthonormal(rows: Array) -> tuple[Array, Array]:
     This is Gram and Schmidt's process, applied twice to each column. A column that depends on earlier ones has
     zeros in the basis.
     """
-    basis, upper = np.zeros_like(rows), np.eye(rows.shape[1])
-    for j in range(rows.shape[1]):
-        rest = rows[:, j].copy()
+    columns, upper = np.array(rows.T, order="C"), np.eye(rows.shape[1])
+    basis = np.zeros_like(columns)
+    for j, rest in enumerate(columns):
         size = math.sqrt((rest * rest).sum())
         for _ in range(2):
             for i in range(j):
-                share = (basis[:, i] * rest).sum()
+                share = (basis[i] * rest).sum()
                 upper[i, j] += share
-                rest -= share * basis[:, i]
+                rest -= share * basis[i]
         left = math.sqrt((rest * rest).sum())
         if left > DEPENDENT * size:
-            basis[:, j], upper[j, j] = rest / left, left
-    return basis, upper
+            basis[j], upper[j, j] = rest / left, left
+    return np.ascontiguousarray(basis.T), upper
 
 
 def _solved(upper: Array, right: Array) -> Array:

@@ -17,6 +17,14 @@ _patch_tensor: Callable[..., None] = interpreter._patch_lang_tensor
 _convert_float: Callable[..., Any] = interpreter._convert_float
 
 
+_of_scalar: Callable[[Any], Any] = cache(interpreter._get_np_dtype)
+
+
+def _numpy(dtype: Any) -> Any:
+    """Look up NumPy's dtype for a scalar or a block; for each, Triton makes a table of all."""
+    return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _of_scalar(dtype.scalar)
+
+
 @cache
 def _languages(function: FunctionType) -> list[ModuleType]:
     return [module for module in (tl, tl.core) if any(each is module for each in function.__globals__.values())]
@@ -48,5 +56,6 @@ def _patched_tensor(tensor: Any, *scope: Any) -> None:
 
 
 interpreter._convert_float = _convert
+interpreter._get_np_dtype = _numpy
 interpreter._patch_lang = _prepare_once
 interpreter._patch_lang_tensor = _patched_tensor

@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import product
+from itertools import cycle, product
 from math import inf
 from typing import Any
 
@@ -31,9 +31,11 @@ QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for 
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
 QUICK |= {(name, *pair, "sm_90") for name in ("tanh_output", "relu2_output") for pair in (PAIRS[0], PAIRS[3])}
-ROWS = [*turning(every(), PAIRS[:2]), *product(every(), PAIRS[2:])]
-ROWS = turning([(each.name, *pair) for each, pair in ROWS if pair != PAIRS[3] or each.saves_output], TARGETS)
-ROWS = full(sorted(QUICK | {(*row, target) for row, target in ROWS}), QUICK)
+WAYS = [  # of each kernel one, and another if it saves the output
+    *zip(every(), cycle(product(PAIRS[:3], TARGETS)), strict=False),
+    *zip([each for each in every() if each.saves_output], cycle(product(PAIRS[3:], TARGETS)), strict=False),
+]
+ROWS = full(sorted(QUICK | {(each.name, *pair, target) for each, (pair, target) in WAYS}), QUICK)
 
 
 def share(kernel: Kernel, dtype: str, *others: str) -> int:

@@ -146,21 +146,21 @@ def inverses() -> list[Inverse]:
 
 
 @shared
-def _fitted(text: str, bits: int | None, domain: tuple[float, float] | None) -> str:
+def _fitted(text: str, domain: tuple[float, float] | None, tol: float) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FitWarning)
-        return inverted.fit(Activation.of(text), "own_inverted", bits, domain=domain).to_json()
+        return inverted.fit(Activation.of(text), "own_inverted", domain=domain, tol=tol).to_json()
 
 
-def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | None = None) -> InvertedFit:
-    fit = from_json(_fitted(text, bits, domain))
+def fitted(text: str, domain: tuple[float, float] | None = None, tol: float = inverted.TOLERANCE) -> InvertedFit:
+    fit = from_json(_fitted(text, domain, tol))
     assert isinstance(fit, InvertedFit)
     return fit
 
 
 @cache
-def made(text: str, domain: tuple[float, float] | None) -> Inverse:
-    return Inverse.of(fitted(text, None, domain))
+def made(text: str, domain: tuple[float, float] | None, tol: float = inverted.TOLERANCE) -> Inverse:
+    return Inverse.of(fitted(text, domain, tol))
 
 
 # A quotient of one bit, one of two with constants, the paper's approximants.
