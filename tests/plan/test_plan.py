@@ -142,9 +142,10 @@ def test_an_applied_plan_peaks_at_what_it_said(number: int) -> None:
     dtype = torch.bfloat16 if "moe" in kind else torch.float32  # fake experts take only the first
     subject = prepare(source, Training(("all",)) if lora else None, batch=8, seq=64, dtype=dtype, fake=False)
     model, inputs = subject.model, dict(subject.call.kwargs)
-    planner = fitact.planner(model, example_inputs=inputs, **GIVEN)
+    error, share = SHARES[number % 5]
+    planner = fitact.planner(model, example_inputs=inputs, **GIVEN, error=error)
     assert sentence(planner.plan(64, "exact")).startswith("fits as it is")
-    check_applied(model, Inputs((), inputs), planner, *SHARES[number % 5])
+    check_applied(model, Inputs((), inputs), planner, error, share)
 
 
 @pytest.mark.parametrize(("error", "share"), [("exact", 0.5), *((error, 1e-3) for error in ERRORS)])
@@ -318,7 +319,7 @@ def test_checkpointed_blocks_can_be_compiled(kind: str) -> None:
 def test_gradients_that_accumulate() -> None:
     """The peak is that of a second batch, whose gradients are added to those of the first."""
     model, x = stack()
-    made = fitact.planner(model, example_inputs=x, **GIVEN, accumulate=True)
+    made = fitact.planner(model, example_inputs=x, **GIVEN, accumulate=True, error="rounding")
     for error in ("exact", "rounding"):
         actual = halfway(made, error)
         actual.apply(model)
@@ -327,7 +328,7 @@ def test_gradients_that_accumulate() -> None:
         assert peak == pytest.approx(actual.peak, rel=0.01)
         fitact.revert(model)
         model.zero_grad(set_to_none=True)
-    once, trained = fitact.planner(model, example_inputs=x, **GIVEN, ddp=True), actual.gradients
+    once, trained = fitact.planner(model, example_inputs=x, **GIVEN, ddp=True, error="exact"), actual.gradients
     assert once.fixed == made.fixed == 2 * trained and once.plan(1, "exact").gradients == 2 * trained
 
 
@@ -387,7 +388,7 @@ def test_shapes_that_depend_on_values_are_planned_with_values() -> None:
     """The peak is that of real training; without values there is one line that says what to do."""
     model = built(routed, experts=nn.ModuleList(Block(32) for _ in range(3)), gate=nn.Linear(32, 3))
     inputs = Inputs((torch.randn(300, 32),))
-    planner = fitact.planner(model, example_inputs=inputs.args, **GIVEN)
+    planner = fitact.planner(model, example_inputs=inputs.args, **GIVEN, error="exact")
     assert type(model.experts[0]) is Block and model.gate.weight.grad is None
     check_applied(model, inputs, planner, "exact", 0.5)
     error = refused(fitact.plan, model.to("meta"), gib=1, example_inputs=torch.empty(300, 32, device="meta"))
@@ -396,7 +397,7 @@ def test_shapes_that_depend_on_values_are_planned_with_values() -> None:
 
 def test_blocks_that_are_named() -> None:
     model = nn.Sequential(nn.Linear(64, 64), Block(64), nn.Sequential(nn.Tanh(), Block(64)))
-    given = {"example_inputs": torch.randn(99, 64), **GIVEN}
+    given = {"example_inputs": torch.randn(99, 64), **GIVEN, "error": "exact"}
     whole = fitact.planner(model, **given)
     assert whole.notes == (ONE_BLOCK,) and whole.plan(1, "exact").groups[0].blocks == ("",)
     named = fitact.planner(model, **given, blocks=["1", "2.1", "2.*"])
@@ -533,7 +534,8 @@ for width, batch, accumulate in ((127, 32, False), (320, 4, True)):
     x = torch.randint(511, (batch, 64), generator=torch.Generator().manual_seed(rank))
     plans = []
     if rank == 0:
-        planner = fitact.planner(made(width), example_inputs=x, device=cpu, fsdp=2, accumulate=accumulate)
+        given = {"device": cpu, "fsdp": 2, "accumulate": accumulate, "error": "rounding"}
+        planner = fitact.planner(made(width), example_inputs=x, **given)
         whole = (3 + accumulate) * sum(one.nbytes for one in made(width).parameters())
         assert whole / 2 <= planner.fixed < 0.51 * whole
         baseline = planner.fixed + planner.costs.baseline.peak
