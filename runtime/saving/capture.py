@@ -155,6 +155,15 @@ class Capture(TorchFunctionMode):
         """End a pause."""
         self._context.__enter__()
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """See calls within a call, too."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     # ------------------------------------------------------------------------------------------------------- calls
 
     @never_alone

@@ -100,7 +100,7 @@ _KIND_OF = {function: kind for kind, names in KINDS.items() for function in chea
 # Functions that may read codes: those of kinds, cheap ones, and others that are smooth. Not those that compare,
 # since a decoded number may be on the other side, nor those for which an error near 0 has no bound.
 _SMOOTH = """
-    norm vector_norm instance_norm cosine_similarity multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    norm vector_norm instance_norm cosine_similarity lstm gru rnn_tanh rnn_relu
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """
 _SHARP = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from ctypes import c_float
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from . import cheap
 from .attention import RecomputedAttention, attention, recomputed
 from .capture import CHANGES, FLAGS, RULES, Capture, Function, change, is_plain, named, set_recompute, written
 from .loss import by_rows
-from .recompute import Operand
+from .recompute import PLAIN, Operand
 from .storage import Stored, layout_of, marked, quietly
 
 Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns what another writes in place
@@ -190,6 +191,17 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
     return capture.plain(func, args, kwargs) if output is None else output
 
 
+def _opened(capture: Capture, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make each call that a function in Python makes by its rule: PyTorch hands the function to modes as one."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    if not all(type(each) in PLAIN for each in tensors):  # a class may have its own way with the whole
+        return capture.plain(func, args, kwargs)
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    with capture.again():
+        return body(*args, **kwargs)
+
+
 def _cross_entropy(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make a call of the loss, by rows where logits take fewer bytes than what PyTorch's loss saves."""
     loss = by_rows(args, kwargs)
@@ -232,5 +244,6 @@ RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES |= dict.fromkeys(cheap.named("cumsum"), _cumsum)
 RULES |= dict.fromkeys((F.hardtanh, F.normalize, torch.norm, Tensor.norm), _by_position)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
+RULES[F.multi_head_attention_forward] = _opened
 RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: Capture.cheap, F.batch_norm: _batch_norm}
 CHANGES.update(cheap.PURE)

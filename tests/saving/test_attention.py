@@ -168,6 +168,57 @@ def test_nested_tensors(again: bool) -> None:
     both_ways(compute, *(torch.randn(1, rows, 8).requires_grad_() for rows in (3, 5)), recompute_attention=again)
 
 
+# Options of the layer and of its call; and of the context, with the most that its gradients may be off.
+MULTIHEAD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "dropout": ({"dropout": 0.1}, {}, {}),
+    "its weights": ({"dropout": 0.1}, {"need_weights": True}, {}),
+    "extra keys, not by batches": (
+        {"dropout": 0.1, "add_bias_kv": True, "add_zero_attn": True, "batch_first": False},
+        {},
+        {},
+    ),
+    "a trained mask": ({"dropout": 0.1}, {"attn_mask": bias(32, 32).requires_grad_()}, {}),
+    "recomputed": ({}, {}, {"recompute_attention": True}),
+    "coarse": ({}, {}, {"error": "coarse", "most": 0.2}),
+}
+
+
+@pytest.mark.parametrize("case", MULTIHEAD)
+def test_multihead_attention(case: str) -> None:
+    """PyTorch hands it to modes as one function; the context sees each call in it."""
+    options, call, given = MULTIHEAD[case]
+    layer = nn.MultiheadAttention(64, 4, **{"batch_first": True} | options)
+    rest = {"need_weights": False} | call
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.layer(y, y, y, **rest)[0]
+
+    model = built(forward, norm=nn.LayerNorm(64), layer=layer)
+    x = torch.randn(32, 32, 64, requires_grad=True)
+    before, after = both_ways(model, x, **given)
+    assert after < 0.85 * before
+    if not given:  # the mask alone takes that much
+        assert before - after > 4 * 32 * 32**2 * 3
+
+
+class Whole(Tensor):
+    """Fails in a linear layer, which attention as a whole does not call by it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not F.linear
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_class_of_the_users_gets_the_whole_of_it() -> None:
+    layer, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8).as_subclass(Whole)
+    with fitact.saving():
+        layer(x, x, x)
+    with pytest.raises(AssertionError):
+        F.linear(x, layer.out_proj.weight)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_pytorch_says(name: str) -> None:
     given = dict(zip(("query", "key", "value"), (tensor.requires_grad_() for tensor in tensors()), strict=True))
