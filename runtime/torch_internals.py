@@ -159,6 +159,41 @@ calls_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 # The number that the thread's next node gets.
 next_call: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# Nodes of what reshapes a tensor, and of what turns it, with the method and where its arguments are.
+_RESHAPES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0"}
+_VIEWS = {
+    "PermuteBackward0": ("permute", "_saved_dims"),
+    "TransposeBackward0": ("transpose", "_saved_dim0", "_saved_dim1"),
+    "UnsqueezeBackward0": ("unsqueeze", "_saved_dim"),
+}
+Views = tuple[tuple[str, tuple[Any, ...]], ...]
+
+
+def _signed(dims: Any) -> Any:
+    """Return dimensions counted from the last ones as such: a node has them modulo 2⁶⁴."""
+    return tuple(map(_signed, dims)) if isinstance(dims, tuple) else dims - (dims >> 63 << 64)
+
+
+def copied_from(copy: Tensor) -> Iterator[tuple[Any, int, Views]]:
+    """Yield what a tensor is a copy of, perhaps a cast one, the nearest first.
+
+    Yields:
+        A node and the number of its output, and the methods of `Tensor`, with arguments, that turn the output so
+        that its numbers are in the copy's order.
+
+    """
+    node: Any = copy.grad_fn
+    views: Views = ()
+    while node is not None:
+        name = node.name()
+        if name in _VIEWS:
+            method, *saved = _VIEWS[name]
+            views = ((method, tuple(_signed(getattr(node, each)) for each in saved)), *views)
+        elif name not in ("CloneBackward0", "ToCopyBackward0") and (views or name not in _RESHAPES):
+            return
+        node, number = node.next_functions[0]
+        yield node, number, views
+
 
 def running_call() -> int | None:
     """Return the number of the node whose backward runs in this thread, None if none does."""

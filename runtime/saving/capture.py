@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.kernels import ATTRIBUTE, KernelRecompute
 from fitact.runtime.torch_internals import (
+    Views,
     any_autocast,
     autocast_source,
     base_of,
     calls_of,
     changes_arguments,
+    copied_from,
     in_functorch_transform,
     is_operator,
     mark_of,
@@ -33,6 +35,7 @@ from fitact.runtime.torch_internals import (
     saved_tensor_hooks,
     set_mark,
     top_hooks,
+    tree_leaves,
     version_of,
     version_of_saved,
     without_torch_function,
@@ -288,6 +291,8 @@ class Capture(TorchFunctionMode):
         recompute = mark.recompute
         if recompute is None and self.autocast:
             recompute = self._cast(tensor, mark)
+        if recompute is None and grows and self.current and self.current[0] in cheap.COPYING:
+            recompute = self._copy(tensor)
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
         usable = recompute is not None and recompute.version == version and not mark.has(version)
@@ -458,6 +463,21 @@ class Capture(TorchFunctionMode):
         mark.recompute = recompute
         return recompute
 
+    def _copy(self, tensor: Tensor) -> Recompute | None:
+        """Return how to recompute a product's own copy of an argument, whose memory is in another order."""
+        assert self.current is not None
+        base = base_of(tensor)
+        copy = tensor if base is None else base
+        sources = [*copied_from(copy)]
+        arguments = [each for each in tree_leaves(self.current[1]) if isinstance(each, Tensor)] if sources else []
+        if any(copy is each or copy is base_of(each) for each in arguments):
+            return None
+        for node, number, views in sources:
+            for each in arguments:
+                if each.grad_fn is node and each.output_nr == number and each.numel() == copy.numel():
+                    return set_recompute(self, copy, _copied, (each, copy.dtype, views, copy.shape), {})
+        return None
+
     def _frozen(self, copy: Tensor, arguments: Sequence[Tensor]) -> Tensor | None:
         """Return the frozen weight that a product reads a copy of; None if it is none."""
         if self.current is None or self.current[0] not in cheap.PRODUCTS:
@@ -478,6 +498,12 @@ def _of_shape(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape without memory, for a backward that reads no more of it."""
     with quietly():
         return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _copied(x: Tensor, dtype: torch.dtype, views: Views, shape: torch.Size) -> Tensor:
+    for method, args in views:
+        x = getattr(x, method)(*args)
+    return x.to(dtype).reshape(shape)
 
 
 def is_plain(tensor: Any) -> bool:

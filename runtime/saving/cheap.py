@@ -49,8 +49,8 @@ _PRODUCTS = """
     linear bilinear addmm addbmm baddbmm bmm mm matmul chain_matmul conv1d conv2d conv3d conv_transpose1d
     conv_transpose2d conv_transpose3d __matmul__ __rmatmul__
 """
-# What adds or copies rows to others: of these rows, backward reads the shape alone.
-_ADDING = "index_add index_add_ index_copy index_copy_"
+# What adds or copies rows to others, or gathers: of these rows, or what is gathered, backward reads but the shape.
+_ADDING = "index_add index_add_ index_copy index_copy_ gather take_along_dim"
 
 
 def named(names: str) -> frozenset[Function]:
@@ -82,6 +82,7 @@ POOLING: Mapping[Function, int] = {
     for function in named(f"{kind}_pool{count}d {kind}_pool{count}d_with_indices")
 }
 PRODUCTS = named(_PRODUCTS)
+COPYING = PRODUCTS | named("einsum")
 ADDING = named(_ADDING)
 SUMS = named("add __add__ __radd__")
 DIFFERENCES = named("sub subtract rsub __sub__ __rsub__")

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.runtime.measure import Meter, count_saved
+from fitact.runtime.saving import baseline
+from fitact.runtime.torch_internals import copied_from
 from tests.support import blocks, saving
 from tests.support.blocks import BY_HAND, MLP, MODELS, SMALL, UNITS, WIDE, Read, built
 from tests.support.rows import full
@@ -247,6 +249,46 @@ def test_functions(name: str, dtype: torch.dtype, autocast: torch.dtype | None) 
     assert after < before
 
 
+def trained(*shape: int) -> Tensor:
+    return torch.ones(shape).requires_grad_()
+
+
+def changed(y: Tensor) -> Tensor:
+    with baseline():
+        z = y.reshape(12, 16, 32)
+        z.detach().mul_(2)
+    return z
+
+
+# Products of a tensor whose rows are in another order, and how many of their copies are not stored.
+COPYING: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "a linear layer": (lambda y: F.linear(y, trained(5, 16)), 1),
+    "heads": (lambda y: y.unflatten(-1, (2, 8)).transpose(1, 2) @ trained(12, 2, 8, 3), 1),
+    "columns": (lambda y: trained(5, 12) @ y.transpose(0, 1), 1),
+    "several for one": (lambda y: y[:, None] @ trained(12, 3, 16, 5), 0),
+    "both halves": (lambda y: torch.einsum("bic,bjc->cij", *torch.cat((y, 1 - y), -1).chunk(2, -1)), 2),
+    "einsum": (lambda y: torch.einsum("bnd,mn->bmd", y, trained(5, 32)), 1),
+    "einsum of a list": (lambda y: torch.einsum("...nd,dnm->...m", [y, trained(16, 32, 5)]), 1),
+    "with its own copy, changed": (lambda y: torch.bmm(changed(y), y), 1),
+}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", COPYING)
+def test_copies_that_products_make(name: str, autocast: torch.dtype | None) -> None:
+    call, copies = COPYING[name]
+    x = torch.randn(32, 12, 16, requires_grad=True)
+    before, after = saving.both_ways(lambda x: call(F.gelu(x).transpose(0, 1)), x, autocast=autocast)
+    assert before - after == copies * x.numel() * (2 if autocast else 4)
+
+
+def test_what_a_copy_is_of() -> None:
+    """Of a tensor that was reshaped before it was turned, nobody knows in which shape."""
+    y = torch.ones(4, 6, requires_grad=True) * 2
+    for copy, known in ((y.transpose(0, 1).clone(), True), (y.view(3, 8).transpose(0, 1).clone(), False)):
+        assert (y.grad_fn in [node for node, *_ in copied_from(copy)]) is known
+
+
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(("error", "most"), [("exact", 1), ("rounding", 0.261), ("coarse", 0.136)])
 @pytest.mark.parametrize("name", BY_HAND)
@@ -421,6 +463,14 @@ def test_weights_are_cast_again(name: str) -> None:
         del y
         copies.append(saved.by_kind().get("weights", 0))
     assert copies[0] > copies[1] == 0
+
+
+@pytest.mark.parametrize("gather", [torch.gather, lambda x, dim, index: x.take_along_dim(index, dim)])
+def test_what_is_gathered_is_not_saved(gather: Callable[..., Tensor]) -> None:
+    weight, index = torch.randn(16, 512), torch.arange(0, 512, 128)[None]
+    x = torch.randn(32, 16, requires_grad=True)
+    before, after = saving.both_ways(lambda x: gather(x @ weight, -1, index), x)
+    assert before - after == 4 * 32 * 512 - 4
 
 
 @pytest.mark.parametrize("onto", [torch.zeros_like, lambda x: x * 2, lambda x: (x * 2)[:, :]])
