@@ -53,6 +53,7 @@ from .storage import (
     Stored,
     held,
     is_dense,
+    is_in_order,
     is_leaf,
     is_parameter,
     layout_of,
@@ -62,6 +63,8 @@ from .storage import (
 
 Function = Callable[..., Any]
 Call = tuple[Function, Sequence[Any]]
+# What a kind of ReLU saved, weakly, the mark on its memory, the function, and what others may read yet, weakly.
+Kinked = tuple[Callable[[], Stored | None], Mark, Function, Sequence[Callable[[], Tensor | None]]]
 Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
 FEW = 64  # elements: a mask of fewer is stored as it is
 INTEGERS = torch.int8, torch.int16, torch.int32
@@ -119,6 +122,7 @@ class Capture(TorchFunctionMode):
         self.masks: list[tuple[Bits, Mark]] | None = None
         self.p = 0.0
         self.holding: weakref.WeakSet[Recompute] | None = None  # what refers to tensors that nothing else stores
+        self.kinked: list[Kinked] = []
 
     def _observed(self, tensor: Tensor) -> Stored | Reading:
         stored = self.pack(tensor)
@@ -137,6 +141,7 @@ class Capture(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         try:
+            self.store_slopes()
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             self._context.__exit__(*error)
@@ -269,7 +274,7 @@ class Capture(TorchFunctionMode):
         """Return how a tensor is stored that autograd saves."""
         if is_parameter(tensor):
             return self._stored(tensor)
-        if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
+        if self.current and self.current[0] in cheap.SHAPED and _is_a_shape(tensor, *self.current):
             return self._stored(_of_shape(tensor))
         grows = tensor.requires_grad
         if not is_plain(tensor):
@@ -363,6 +368,19 @@ class Capture(TorchFunctionMode):
                 stored.replace(computed)
                 for leaf in leaves:
                     leaf.stays = True
+
+    def store_slopes(self) -> None:
+        """Store slopes in place of what kinds of ReLU saved and nothing else has read, or can any more."""
+        kinked, self.kinked = self.kinked, []
+        for entry in kinked:
+            ref, mark, func, tensors = entry
+            stored = ref()
+            if stored is not None and not stored.spare:
+                self._replace_waiting(mark)
+            elif any(tensor() is not None for tensor in tensors):
+                self.kinked.append(entry)
+            elif stored is not None:
+                stored.keep_slope(partial(slope_of, func=func))
 
     def is_near_enough(self, recompute: Recompute, call: Call | None, tensor: Tensor) -> bool:
         """Return whether a tensor may be recomputed so for the call that saves it."""
@@ -487,11 +505,39 @@ class Capture(TorchFunctionMode):
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
 
+def slope_of(value: Tensor, func: Function, args: Sequence[Any] = ()) -> Any:
+    """Return a mask and a number in place of what a kind of ReLU saves; None of other functions.
+
+    Backward gets the number where the mask is true, else 0: it asks only between which kinks the value is. A ReLU
+    takes NaN for one above 0.
+    """
+    with quietly():
+        if func in cheap.RELUS:
+            return (value <= 0).logical_not_(), 1.0
+        if func in cheap.LEAKY:
+            return value > 0, 1.0
+        if func in cheap.CLIPPED:
+            low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
+            outside = (value <= low) | (value >= high)
+            return (outside, 2 * high) if low < 0 < high else (outside.logical_not_(), (low + high) / 2)
+    return None
+
+
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
     if saved.last < held.first:
         held.free_passed(saved.last)
     return saved.unpack()
+
+
+def _is_a_shape(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
+    """Return whether backward reads no number of what a function of SHAPED saves."""
+    if not tensor.is_floating_point() or (func not in cheap.ADDING and not is_in_order(tensor)):
+        return False
+    if func not in cheap.CONVOLUTIONS:
+        return True
+    trained = [each for each in args if isinstance(each, Tensor) and each.dim() > 1 and each.requires_grad]
+    return tensor.requires_grad and len(trained) == 1  # the gradient of one is a product of the others
 
 
 def _of_shape(tensor: Tensor) -> Tensor:

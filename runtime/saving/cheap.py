@@ -45,10 +45,8 @@ INDEXING = """gather index_select __getitem__ index_add index_add_ scatter scatt
     index_copy index_copy_ index_fill embedding topk sort max min kthvalue median mode __setitem__ index_put
     index_put_"""
 # Products of matrices, whose arguments autocast casts and which save these copies alone.
-_PRODUCTS = """
-    linear bilinear addmm addbmm baddbmm bmm mm matmul chain_matmul conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d __matmul__ __rmatmul__
-"""
+_PRODUCTS = "linear bilinear addmm addbmm baddbmm bmm mm matmul chain_matmul __matmul__ __rmatmul__"
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
 # What adds or copies rows to others, or gathers: of these rows, or what is gathered, backward reads but the shape.
 _ADDING = "index_add index_add_ index_copy index_copy_ gather take_along_dim"
 
@@ -81,8 +79,16 @@ POOLING: Mapping[Function, int] = {
     for kind in ("max", "adaptive_max", "fractional_max")
     for function in named(f"{kind}_pool{count}d {kind}_pool{count}d_with_indices")
 }
-PRODUCTS = named(_PRODUCTS)
+CONVOLUTIONS = named(_CONVOLUTIONS)
+PRODUCTS = named(_PRODUCTS) | CONVOLUTIONS
 COPYING = PRODUCTS | named("einsum")
 ADDING = named(_ADDING)
+# So does that of pooling, and of a convolution whose weight is frozen, but for the order of dimensions in memory.
+_AVERAGES = "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"
+SHAPED = ADDING | POOLING.keys() | named(_AVERAGES) | CONVOLUTIONS
 SUMS = named("add __add__ __radd__")
 DIFFERENCES = named("sub subtract rsub __sub__ __rsub__")
+# Kinds of ReLU whose backward asks only whether the output is above 0, or the input, or this between two numbers.
+RELUS = named("relu relu_")
+LEAKY = named("leaky_relu")
+CLIPPED = F.relu6, F.hardtanh

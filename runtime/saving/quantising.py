@@ -24,9 +24,9 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .blocks import BITS
-from .capture import Call, Capture, Function, call_of
+from .capture import Call, Capture, Function, call_of, slope_of
 from .recompute import Computed, Reading, Recompute
-from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter, quietly
+from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -47,11 +47,8 @@ SIGMOIDS, TANHS, POWERS = cheap.named("sigmoid"), cheap.named("tanh tanh_"), che
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
 KINKED = cheap.named("relu relu_ leaky_relu prelu rrelu elu celu celu_ selu selu_")
 JUMPING = cheap.named("prelu rrelu selu selu_")  # these read no codes but those of their own
-# Kinds of ReLU whose backward asks only whether the input is above 0, or also below a number.
-RELUS = cheap.named("relu relu_ leaky_relu")
-CLIPPED = F.relu6, F.hardtanh
-# These do so in place by their results. Those below 0 may be much smaller than the others.
-MASKED = (*CLIPPED, F.leaky_relu)
+# In place, these ask their results for their slope. Those below 0 may be much smaller than the others.
+MASKED = (*cheap.CLIPPED, F.leaky_relu)
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
 SHARP = 8  # bits at least from which logits of attention are recomputed, and of a tanh: near 1 its slope is 1 - y²
@@ -257,7 +254,7 @@ class Quantising(Capture):
         slope = None
         signs = type(computed) is Quantised and computed.signs
         if call is not None and not signs and value.numel() >= FEW and computed.is_decoded():
-            slope = _slope(value, *call)
+            slope = slope_of(value, *call)
         if slope is None:
             return super().computed(computed, value, call)
         computed.readers -= 1
@@ -297,22 +294,6 @@ class Quantising(Capture):
         mark.add(quantised)
         self._held = memory
         return quantised
-
-
-def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> tuple[Tensor, float] | None:
-    """Return a mask and a number in place of what a kind of ReLU saves; None of other functions.
-
-    A decoded input may be on the other side of a kink, where the slope jumps. Backward gets the number where the
-    mask is true, else 0: it asks only between which kinks that is.
-    """
-    with quietly():
-        if func in RELUS:
-            return value > 0, 1.0
-        if func in CLIPPED:
-            low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
-            inside = (value > low) & (value < high)
-            return (~inside, 2 * high) if low < 0 < high else (inside, (low + high) / 2)
-    return None
 
 
 def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:

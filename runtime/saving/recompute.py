@@ -75,7 +75,8 @@ class Operand:
 
     def is_stored(self) -> bool:
         """Return whether autograd stores the tensor by now, or what it is recomputed from."""
-        if self.mark.known and self.mark.stored(self.version, self.layout) is not None:
+        stored = self.mark.stored(self.version, self.layout) if self.mark.known else None
+        if stored is not None and not stored.spare:
             return True
         if self.later is not None and self.later.is_free():
             self.recompute, self.tensor = self.later, None
@@ -83,6 +84,8 @@ class Operand:
 
     def bytes(self) -> float:
         """Return what storing the tensor adds; without end if it may be gone."""
+        if self.mark.known and (stored := self.mark.stored(self.version, self.layout)) is not None:
+            return stored.spared
         if self.tensor is not None:
             return self.tensor.untyped_storage().nbytes()
         tensor = self._alive()
@@ -225,7 +228,9 @@ class Recompute:
         self.operands.append(operand)
         inner: Recompute | None = mark.recompute
         self.holds = self.holds or (inner is not None and inner.holds)
-        if mark.known and mark.stored(version, layout):
+        if mark.known and (stored := mark.stored(version, layout)) is not None:
+            if stored.spare:
+                self.unsaved = {**(self.unsaved or {}), id(mark): operand}
             return operand
         current = inner is not None and inner.version == version
         if inner is not None and current and inner.pays() and not self._cuts(inner):

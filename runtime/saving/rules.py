@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from ctypes import c_float
 from types import FunctionType
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.torch_internals import (
     SAFE_SOFTMAX,
@@ -26,7 +28,7 @@ from .attention import RecomputedAttention, attention, recomputed
 from .capture import CHANGES, FLAGS, RULES, Capture, Function, change, is_plain, named, set_recompute, written
 from .loss import by_rows
 from .recompute import PLAIN, Operand
-from .storage import Stored, layout_of, marked, quietly
+from .storage import Mark, Quantised, Stored, layout_of, marked, quietly
 
 Pure = tuple[Function, Sequence[Any], dict[str, Any]]  # a call that returns what another writes in place
 
@@ -37,6 +39,26 @@ def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[s
     if given and FLAGS.get(func) == "inplace" and written(func, args, kwargs):
         return _changing(capture, func, args, kwargs, (func, (), {**named(func, args, kwargs), "inplace": False}))
     return capture.cheap(func, args, kwargs)
+
+
+def _kinked(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call of a kind of ReLU, whose slope is stored in bits when nothing else can read what it saves."""
+
+    def stored_of(value: Tensor) -> Stored | None:
+        mark: Mark | None = mark_of(value.untyped_storage()) if is_plain(value) else None
+        return None if mark is None else mark.stored(version_of(value), layout_of(value))
+
+    capture.store_slopes()
+    x = args[0] if args else kwargs["input"]
+    before = stored_of(x)
+    output = _cheap(capture, func, args, kwargs)
+    read = [output] if func in cheap.RELUS else [x, output]  # the output of a leaky one may be recomputed from x
+    stored = stored_of(read[0])
+    if type(stored) in (Stored, Quantised) and stored is not before and stored.at_hand:
+        stored.kinked, stored.spared = stored.readers, output.nbytes - output.numel() // 8
+        mark = mark_of(read[0].untyped_storage())
+        capture.kinked.append((weakref.ref(stored), mark, func, [TensorWeakRef(each) for each in read]))
+    return output
 
 
 def _by_position(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -238,7 +260,7 @@ def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
 
 
 RULES |= {each: _cheap if each in FLAGS else Capture.cheap for each in cheap.CHEAP_FUNCTIONS}
-RULES |= dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
+RULES |= dict.fromkeys(cheap.RELUS | cheap.LEAKY, _kinked) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES |= dict.fromkeys(cheap.named("cumsum"), _cumsum)

@@ -330,12 +330,15 @@ class Stored(Made):
         recompute: how to recompute it, if it waits for another tensor to be stored.
         stays: whether it is never replaced: one that was is computed from it, or its memory is stored twice.
         small: whether it is in no codes only since one of a small number might be 0; it may be computed from such.
+        kinked: how many readers it had when a kind of ReLU had saved it, which needs its slope alone; -1 if not.
+        spared: how many bytes less that slope takes.
 
     """
 
     how = "itself"
     ours, needed, separate, instead = False, False, False, None
     stays, small, _spoilt = False, False, False
+    kinked, spared = -1, 0
     recompute: Any = None
     _guard: Any = None
     _hooks: Hooks | None = None
@@ -466,6 +469,25 @@ class Stored(Made):
     def recompute_instead(self, reading: Any) -> None:
         """Store nothing, not even at first: the tensor can be recomputed."""
         self._saved, self.instead = None, reading
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the tensor is here, and not with hooks that do more than look at it."""
+        return self._hooks is None or isinstance(self._saved, Watched)
+
+    @property
+    def spare(self) -> bool:
+        """Whether a slope will be stored in its place, if nothing else reads it."""
+        return self.readers == self.kinked and not self.needed and not self.replaced
+
+    def keep_slope(self, slope: Callable[[Tensor], tuple[Tensor, float]]) -> None:
+        """Store what `Slope` does in place of the tensor, which nothing else reads."""
+        tensor: Tensor = self._saved.tensor if isinstance(self._saved, Watched) else self._saved
+        if version_of_saved(tensor) == self.version and is_dense(tensor) and not self.stays:
+            instead = Slope(tensor, self._hooks, *slope(tensor), None)
+            self.drop()
+            self.recompute_instead(instead)
+            self.version, self.stays = -1, True  # no other reader finds it
 
     def replace(self, computed: Made) -> None:
         """Free what is stored: from now on the tensor is computed."""
@@ -605,6 +627,22 @@ class Quantised(Stored):
         mark = None if tensor is None else mark_of(tensor.untyped_storage())
         return None if mark is None or self not in mark.alive(version_of_saved(tensor)) else tensor
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether all parts are."""
+        return all(source.at_hand for source in self.sources)
+
+    def keep_slope(self, slope: Callable[[Tensor], tuple[Tensor, float]]) -> None:
+        """Store what `Slope` does in place of the codes, which nothing else reads."""
+        if self.readers and self.exact is None:
+            with quietly():
+                tensor = self._make()
+            self.read_exact(Slope(tensor, self._outside, *slope(tensor), None))
+        elif self.exact is None:  # slopes are stored already
+            for source in self.sources:
+                source.drop()
+        self.version = -1
+
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
         return bool(self.sources[1].unpack().isfinite().all())
@@ -690,6 +728,12 @@ def is_leaf(tensor: Tensor) -> bool:
     base = base_of(tensor)
     owner = tensor if base is None else base
     return isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+
+
+def is_in_order(tensor: Tensor) -> bool:
+    """Return whether a tensor's dimensions are in memory in their order, and not also with the channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return tensor.is_contiguous() and (last is None or not tensor.is_contiguous(memory_format=last))
 
 
 def is_dense(tensor: Tensor) -> bool:

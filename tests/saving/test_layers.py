@@ -16,7 +16,7 @@ from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import CONVOLUTIONS, UNITS, Gemma, RMSNorm, built, unit
 from tests.support.blocks import IMAGES as X
 from tests.support.rows import full
-from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, saving_less
+from tests.support.saving import HALF, SETTINGS, agree, both_ways, observed, pair, peaks, saves, saving_less
 
 SLOPES = nn.ReLU(), nn.ReLU(True), nn.ReLU6(True), nn.LeakyReLU(), nn.LeakyReLU(0.01, True)
 CLIPPED = (
@@ -71,6 +71,59 @@ def test_slopes_of_a_part(act: nn.Module) -> None:
             loss = (model(x) * weights).sum()
         gradients.append(torch.autograd.grad(loss, [*model.parameters()])[1])  # of the first bias
     assert torch.equal(*gradients)
+
+
+def frozen(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers).requires_grad_(False)
+
+
+CONVOLUTION = nn.Conv2d(16, 16, 3, padding=1)
+# Layers of which backward reads the slope of an activation, and bytes of indices beside it.
+ALONE: dict[str, tuple[nn.Module, int]] = {
+    "a linear layer": (frozen(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), 0),
+    "in place": (frozen(CONVOLUTION, nn.ReLU(True), CONVOLUTION), 0),
+    "leaky": (frozen(CONVOLUTION, nn.LeakyReLU(0.2), CONVOLUTION), 0),
+    "leaky, in place": (frozen(CONVOLUTION, nn.LeakyReLU(0.2, True), CONVOLUTION), 0),
+    "max pooling": (frozen(CONVOLUTION, nn.ReLU(), nn.MaxPool2d(2)), 2),
+    "average pooling": (frozen(nn.ReLU(), nn.AvgPool2d(4)), 0),
+    "the largest": (frozen(nn.ReLU(), built(lambda _, y: y.max(0)[0] + y.sum(0))), 1),
+}
+
+
+@pytest.mark.parametrize("error", ["exact", "coarse"])
+@pytest.mark.parametrize("name", ALONE)
+def test_slopes_alone(name: str, error: str) -> None:
+    """What only a kind of ReLU reads is stored in bits, and gradients are the baseline's."""
+    x = torch.randn(4, 16, 32, 32)
+    x[0, :, 0, 0] = 0
+    if error == "exact":  # codes of a block know no number beside a NaN
+        x[0, 0, 2, 3] = torch.nan
+    model, index = ALONE[name]
+    before, after = both_ways(model, x.requires_grad_(), error=error)
+    assert before >= x.nbytes and 0 < after <= x.numel() // 8 + index * x.numel() // 4 + 3 * 4
+
+
+@pytest.mark.parametrize("read", ["nothing", "a sum", "a layer", "a layer in the end"])
+def test_pooling_after_a_relu(read: str) -> None:
+    """Of a ReLU's output its slope and what is pooled are stored; or the output alone, if something reads that."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        z = self.second(F.avg_pool2d(y, 2))
+        if read == "a layer":
+            z = z + self.third(y).sum()
+        z = F.relu(z)
+        if read == "a layer in the end":
+            z = z + self.third(y).sum()
+        return z + (y.sum() if read == "a sum" else 1)
+
+    x, layers = torch.randn(4, 16, 32, 32), {name: nn.Conv2d(16, 16, 1) for name in ("first", "second", "third")}
+    model = built(forward, **layers)
+    if "layer" not in read:
+        del model.third
+    _, after = both_ways(model, x)
+    last = x.nbytes // 4
+    assert after == x.nbytes + (x.nbytes if "layer" in read else last + x.numel() // 8) + last // 32 + 4
 
 
 def test_slopes_see_changes() -> None:
@@ -140,10 +193,10 @@ def test_activations_in_place(act: Callable[..., nn.Module]) -> None:
 
 
 def test_transposed_and_frozen() -> None:
-    """Their inputs are recomputed too; a frozen convolution reads none."""
+    """Their inputs are recomputed too; of a frozen convolution's, the shape is stored."""
     last, wide = nn.Conv2d(8, 8, 1).requires_grad_(False), X[2].repeat(8, 1, 1, 1)
     layers = nn.Conv2d(8, 8, 1), nn.GELU(), nn.ConvTranspose2d(8, 8, 1), nn.GELU(), last
-    assert saving_less(lambda: nn.Sequential(*layers), X[2], wide)[1] == 3 * wide.nbytes
+    assert saving_less(lambda: nn.Sequential(*layers), X[2], wide)[1] == 3 * wide.nbytes + 4
 
 
 def test_errors_are_pytorchs() -> None:

@@ -39,6 +39,14 @@ def _divided(x: Tensor, by: Callable[[Tensor], Any], read: Callable[[Tensor], Te
     return x * read(view).sum()
 
 
+def _convolved(x: Tensor) -> Tensor:
+    return F.conv1d(x, torch.linspace(-0.4, 0.5, 75, dtype=x.dtype).view(5, 5, 3), padding=1)
+
+
+def _pooled(x: Tensor, pool: Callable[..., Tensor]) -> Tensor:
+    return pool(F.relu(x), 2).repeat_interleave(2, -1)
+
+
 DIVIDE: list[Callable[[Tensor], Tensor]] = [
     partial(_divided, by=lambda x: x.sum(-1, keepdim=True)),
     partial(_divided, by=lambda x: x.sum(-1, keepdim=True), read=Tensor.clone),
@@ -84,6 +92,12 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: (pick() * 2).mul_(pick()),
         lambda pick: (pick() + 1).relu_(),
         lambda pick: F.silu(pick() * 2, inplace=True),
+        lambda pick: F.leaky_relu(pick() * 2, 0.2, inplace=True),
+        lambda pick: _convolved(pick()),
+        lambda pick: F.leaky_relu(_convolved(F.relu(_convolved(pick()))), 0.3),
+        *(lambda pick, pool=pool: _pooled(pick(), pool) for pool in (F.max_pool1d, F.avg_pool1d)),
+        lambda pick: torch.einsum("abc,bd->adc", pick().transpose(0, 1), torch.ones(4, 4)).transpose(0, 1),
+        lambda pick: pick().gather(-1, torch.arange(16).flip(0).expand(SHAPE)),
         lambda pick: operator.iadd(pick() * 1.5, pick()),
         lambda pick: _assigned(pick() + 0.5),
         lambda pick: pick().add_(1),  # PyTorch may raise in backward
