@@ -102,7 +102,6 @@ class Capture(TorchFunctionMode):
     the context does nothing: only the innermost hooks are called.
     """
 
-    exact = True  # what recomputes a tensor must give its bits
     sees_calls = True  # not the hooks alone
     recompute_attention = False
 

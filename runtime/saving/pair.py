@@ -112,7 +112,7 @@ class WithoutMode(Capture):
 
     """
 
-    exact = sees_calls = False
+    sees_calls = False
 
     def __init__(self, bits: int | None) -> None:
         super().__init__()

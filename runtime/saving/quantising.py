@@ -143,8 +143,6 @@ class Quantising(Capture):
     attention reads nothing in fewer than 8 bits, and fused attention no codes, unless the policy says so.
     """
 
-    exact = False
-
     def __init__(self, policy: Mapping[str, int]) -> None:
         super().__init__()
         self._policy = policy
