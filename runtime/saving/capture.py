@@ -284,7 +284,7 @@ class Capture(TorchFunctionMode):
             return self._stored(tensor)
         stored = self.same(tensor, mark, version) if mark.known else None
         if stored is not None:
-            stored.ours, stored.saved = False, True
+            stored.ours = False
             stored.readers += 1
             stored.last = next_call() - 1
             return self.computed(stored, tensor, self.current) if stored.replaced else stored

@@ -415,7 +415,7 @@ class Reading:
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
         self._guard, self.last = computed.guard, next_call() - 1
-        computed.saved = True
+        computed.ours = False
 
     def unpack(self) -> Tensor:
         """Return the tensor to autograd."""

@@ -195,7 +195,7 @@ class Made(ABC):
     Attributes:
         readers: how many saved tensors and computations read it.
         first: the number of the first node that reads it, where this is known; its backward runs last.
-        saved: whether an operation saved it, or a tensor of its memory.
+        ours: whether no operation of the model saved it, or a tensor of its memory.
         sources: what it is made from.
         replaced: whether nothing of it is stored any more, and it is what its source is.
         how: how it is stored, for reports.
@@ -204,7 +204,7 @@ class Made(ABC):
     """
 
     # of the class, since hardly one has another value and many are made
-    readers, first, saved, replaced = 1, 0, False, False
+    readers, first, ours, replaced = 1, 0, True, False
     sources: Sequence[Made] = ()
     how = "recomputed"
     guard: Tensor | None = None
@@ -239,7 +239,7 @@ class Made(ABC):
             return
         self._made, self._made_at = tensor, version_of_saved(tensor)
         held.add(self)
-        if not self.saved:  # PyTorch holds none such: it takes the place of what it is made from
+        if self.ours:  # PyTorch holds none such: it takes the place of what it is made from
             for source in self.sources:
                 source.set_aside()
 
@@ -323,7 +323,6 @@ class Stored(Made):
     Attributes:
         version: how often it had been changed in place.
         last: the number of the last node that reads it; its backward runs first.
-        ours: whether no operation of the model saved it.
         needed: whether something is recomputed from it.
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
         instead: what it is computed by, if that turned out to add less before it was settled.
@@ -496,7 +495,7 @@ class Stored(Made):
             self._guard = None if self._saved is None else version_guard(self._saved)
         elif not self._hooks.own:  # then PyTorch sees no changes
             self._guard = None
-        self.saved, self.separate = not self.ours, True
+        self.separate = True
         self._read_from(computed)
         self.drop()
         self._hooks = self._copied = None
@@ -605,7 +604,7 @@ class Quantised(Stored):
 
     """
 
-    separate = True
+    ours = separate = True
     sources: Sequence[Any]
     bits: float
     exact: Stored | None = None
