@@ -305,7 +305,8 @@ class Capture(TorchFunctionMode):
             if computed is not None:
                 return self.computed(computed, tensor, self.current)
         if not grows:
-            stored = self._in_fewer_bytes(tensor, mark)
+            with without_torch_function():
+                stored = self._in_fewer_bytes(tensor, mark)
         if stored is None:
             if self.undecided is not None and not self._is_argument(tensor):
                 stored = Stored(tensor, self.hooks)
@@ -411,13 +412,11 @@ class Capture(TorchFunctionMode):
     def _in_fewer_bytes(self, tensor: Tensor, mark: Mark) -> Stored | None:
         """Return a mask in bits, or indices in fewer bytes; None for other tensors."""
         if self.masks is not None:
-            with without_torch_function():
-                bits = Bits(tensor, self.hooks, None if tensor.dtype == torch.bool else self.p)
+            bits = Bits(tensor, self.hooks, None if tensor.dtype == torch.bool else self.p)
             self.masks.append((bits, mark))
             return bits
         if tensor.dtype == torch.bool and is_dense(tensor):
-            with without_torch_function():
-                return Bits(tensor, self.hooks)
+            return Bits(tensor, self.hooks)
         if tensor.dtype == torch.int64 and self.current is not None:
             function, arguments = self.current
             sizes = [argument.shape for argument in arguments if isinstance(argument, Tensor)]
@@ -431,8 +430,7 @@ class Capture(TorchFunctionMode):
                 return None
             dtype = next((dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max + 1), None)
             if dtype is not None and tensor.numel() * dtype.itemsize < tensor.untyped_storage().nbytes():
-                with without_torch_function():
-                    return Small(tensor, self.hooks, dtype)
+                return Small(tensor, self.hooks, dtype)
         return None
 
     def _offered(self, tensor: Tensor, offered: KernelRecompute) -> Recompute | None:
