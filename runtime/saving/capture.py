@@ -56,7 +56,6 @@ from .storage import (
     is_in_order,
     is_leaf,
     is_parameter,
-    layout_of,
     marked,
     quietly,
 )
@@ -464,17 +463,11 @@ class Capture(TorchFunctionMode):
             return None
         if (variable.shape, variable.device) != (copy.shape, copy.device):
             return None
-        casts = marked(variable, self.hooks)
-        key = copy.dtype, layout_of(variable)
-        known = casts.casts.get(key) if casts.casts else None
-        recompute: Recompute | None = known() if known else None
-        if recompute is None or recompute.operands[0].version != version_of_saved(variable):
-            with without_torch_function():
-                try:
-                    recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, copy, self.hooks, False)
-                except Unsuitable:
-                    return None
-            casts.casts = (casts.casts or {}) | {key: weakref.ref(recompute)}
+        with without_torch_function():
+            try:
+                recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, copy, self.hooks, False)
+            except Unsuitable:
+                return None
         mark.recompute = recompute
         return recompute
 

@@ -90,13 +90,12 @@ class Mark:
         hooks: those outside, weakly: those of a checkpoint hold the tensors that it recomputes.
         known: weak references to what is stored of it.
         recompute: how to recompute it; None if that is unknown.
-        casts: weak references to how to compute autocast's copies, by dtype and layout.
         waiting: weak references to what is stored elsewhere, and can be recomputed once this memory is stored.
         oldest: the least version that its tensors have by now.
 
     """
 
-    __slots__ = ("_dtype", "casts", "hooks", "known", "oldest", "recompute", "waiting")
+    __slots__ = ("_dtype", "hooks", "known", "oldest", "recompute", "waiting")
 
     def __init__(
         self, hooks: weakref.ref[Hooks] | None, dtype: torch.dtype | None = None, oldest: int = 0
@@ -104,7 +103,6 @@ class Mark:
         self.hooks, self._dtype, self.oldest = hooks, dtype, oldest
         self.known: Sequence[Callable[[], Stored | None]] = ()
         self.recompute: Any = None
-        self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
         self.waiting: Sequence[Callable[[], Stored | None]] = ()
 
     def changed(self, version: int) -> Mark:
