@@ -614,7 +614,7 @@ class Quantised(Stored):
         self._dtype, self.bits, self.signs, self.version = tensor.dtype, bits, signs, version_of_saved(tensor)
         self._weak = TensorWeakRef(tensor)
         with quietly():
-            parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
+            parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1)), bits, signs)
         self.sources = [Stored(part, hooks).settle() for part in parts]
         self._outside, self.how = hooks, f"{bits} bits"
 

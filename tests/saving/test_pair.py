@@ -122,6 +122,12 @@ def test_cells(make: Any) -> None:
     assert LEAST < saving.off(*results[::-1]) < 2 * MOST
 
 
+def test_the_end_of_a_memory_that_is_no_view() -> None:
+    pack, unpack = fitact.hooks()
+    (end,) = torch.unsafe_chunk(torch.stack([100 * WIDE, WIDE]).requires_grad_()[1:], 1)
+    assert LEAST < saving.off([unpack(pack(end))], [end.detach()]) < MOST
+
+
 def test_casts_of_weights_are_never_made_again() -> None:
     """A pair lives longer than a step, in which a parameter changes."""
     weights = []
