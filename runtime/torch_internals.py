@@ -209,17 +209,10 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.Di
 with_torch_function: Callable[[], AbstractContextManager[None]] = torch._C._EnableTorchFunction
 
 
-def saved_tensor_hooks() -> Any:
-    """Return the hooks of `torch.autograd.graph.saved_tensors_hooks` that are on, such as a checkpoint's.
-
-    The result is None if there are none, and False where none may be set; no public function tells.
-    """
-    hooks: Any = torch._C._autograd
-    return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
-
-
-# The same where hooks may be set; it is asked at each call.
+# The hooks of `torch.autograd.graph.saved_tensors_hooks` that are on, such as a checkpoint's; None without.
 top_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+
+
 # Whether an autocast is on, for any device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

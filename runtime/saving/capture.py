@@ -32,7 +32,6 @@ from fitact.runtime.torch_internals import (
     mark_of,
     never_alone,
     next_call,
-    saved_tensor_hooks,
     set_mark,
     top_hooks,
     tree_leaves,
@@ -106,7 +105,7 @@ class Capture(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        outer = saved_tensor_hooks()
+        outer = top_hooks()
         owner = getattr(outer[0], "__self__", None) if outer else None
         self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else Hooks(*outer) if outer else None
         self._observer = observer.get()
