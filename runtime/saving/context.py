@@ -110,7 +110,9 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             ) from error
 
 
-class _Baseline(AbstractContextManager[None]):
+class baseline(AbstractContextManager[None]):  # noqa: N801  as saving
+    """A context inside of `saving` in which autograd saves as without it; one may be entered many times."""
+
     def __enter__(self) -> None:
         paused: list[Capture] = []
         _entered.paused.append(paused)
@@ -122,8 +124,3 @@ class _Baseline(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         for capture in reversed(_entered.paused.pop()):
             capture.resume()
-
-
-def baseline() -> AbstractContextManager[None]:
-    """Return a context inside of `saving` in which autograd saves as without it."""
-    return _Baseline()
