@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,21 +169,15 @@ def refused(what: str) -> Iterator[None]:
     except FitactError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{what}: {one_line(error)}") from error
-
-
-@contextmanager
-def explained(name: str, which: str) -> Iterator[None]:
-    """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
-    try:
-        yield
-    except FitactError:
-        raise
-    except Exception as error:
         why = one_line(error)
         if isinstance(error, NO_VALUES):
             why = f"it reads a tensor's value ({getattr(error, 'func', '')}), and has none here: {REAL_INPUTS}"
-        raise UsageError(f"{name}: its {which} pass failed: {why}") from error
+        raise UsageError(f"{what}: {why}") from error
+
+
+def explained(name: str, which: str) -> AbstractContextManager[None]:
+    """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
+    return refused(f"{name}: its {which} pass failed")
 
 
 def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
