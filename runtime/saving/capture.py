@@ -595,7 +595,7 @@ def _names(func: Any) -> tuple[str, ...]:
 
 
 def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a function in Python by their names."""
+    """Return the arguments of a function in Python by their names; PyTorch hands all of them to modes."""
     return {**dict(zip(_names(func), args, strict=False)), **kwargs}
 
 
@@ -612,7 +612,7 @@ def written(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         tensors = args[0] if args else [kwargs[name] for name in CHANGED if name in kwargs]
     elif (flag := FLAGS.get(func)) is not None:
         given = named(func, args, kwargs)
-        if given.get(flag, flag == "use_input_stats"):
+        if given.get(flag):
             tensors = [given.get(name) for name in WRITTEN[flag]]
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
 

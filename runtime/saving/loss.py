@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +23,6 @@ from fitact.runtime.torch_internals import (
 
 PIECES, PIECE = (4, 64), 2**21  # the least and the most pieces of logits; elements of one in between
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
-_ARGUMENTS = {name: each.default for name, each in inspect.signature(F.cross_entropy).parameters.items()}
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -76,11 +74,12 @@ def _pieces(x: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.split(rows) for tensor in (x, *others)), strict=True)
 
 
-def by_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def by_rows(
+    *, input: Any, target: Any, reduction: str, ignore_index: int, label_smoothing: float, **others: Any
+) -> Tensor | None:
     """Return the loss of logits that take fewer bytes than float32; None if PyTorch's own stores no more."""
-    given: dict[str, Any] = {**_ARGUMENTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-    x, target, reduction, ignored = (given.pop(name) for name in ("input", "target", "reduction", "ignore_index"))
-    if given.pop("label_smoothing") or any(option is not None for option in given.values()):
+    x, ignored = input, ignore_index
+    if label_smoothing or any(option is not None for option in others.values()):
         return None
     if not (isinstance(x, Tensor) and isinstance(target, Tensor) and x.requires_grad) or in_functorch_transform():
         return None

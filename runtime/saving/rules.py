@@ -63,10 +63,8 @@ def _kinked(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[
 
 def _by_position(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make a call with all arguments by position, where it matters which they are."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
     rule = _cheap if func in cheap.CHEAP_FUNCTIONS else Capture.plain
-    return rule(capture, func, bound.args, dict(bound.kwargs))
+    return rule(capture, func, (*args, *kwargs.values()), {})  # PyTorch hands all of them to modes, in their order
 
 
 def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -226,12 +224,12 @@ def _opened(capture: Capture, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 def _cross_entropy(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make a call of the loss, by rows where logits take fewer bytes than what PyTorch's loss saves."""
-    loss = by_rows(args, kwargs)
+    loss = by_rows(**named(func, args, kwargs))
     return capture.plain(func, args, kwargs) if loss is None else loss
 
 
 def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = {"weight": None, "bias": None, "training": False} | named(func, args, kwargs)
+    given = named(func, args, kwargs)
     output = capture.writing(func, args, kwargs)
     x = given.pop("input")
     if not (is_plain(output) and output.requires_grad):
