@@ -53,14 +53,15 @@ def attention(
         share: called with queries, keys and values that are about to be cast to float32.
 
     """
-    given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
-    tensors = [given.pop(name, None) for name in TENSORS]
+    taken = _taken(args, kwargs)
+    if taken is None:
+        return None
+    tensors, given, low = taken
     if tensors[-1] is None:
         tensors.pop()
-    if given.keys() != OPTIONS.keys() or not _are_plain(tensors) or _are_one(tensors):
+    if not all(tensor is not None and tensor.is_cpu and tensor.numel() and tensor.dim() > 1 for tensor in tensors):
         return None
-    low = active_autocast(tensors[0].device.type)
-    if low and any(_casts_once(tensor, low) or is_parameter(tensor) for tensor in tensors):
+    if low and any(map(is_parameter, tensors)):
         return None  # PyTorch has to cast it, for all that read its cast
     dtypes = [_dtype(tensor, low) for tensor in tensors]
     if not (_is_usual(tensors, dtypes, **given) and _is_composed(tensors, dtypes, given)):
@@ -72,23 +73,24 @@ def attention(
         return _composed(call, share, *cast, **given)
 
 
-def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether tensors are a CPU's matrices, and one needs a gradient."""
-    if not all(is_plain(tensor) and tensor.device.type == "cpu" for tensor in tensors):
-        return False
-    return any(tensor.requires_grad for tensor in tensors) and all(
-        tensor.numel() and tensor.dim() > 1 for tensor in tensors
-    )
+def _taken(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any], torch.dtype | None] | None:
+    """Return tensors and options of attention, and autocast's dtype; None if PyTorch has to run it as it is.
 
-
-def _are_one(tensors: Sequence[Any]) -> bool:
-    """Whether queries, keys and values are one tensor, whose gradients PyTorch sums in an order of its own."""
-    return tensors[0] is tensors[1] is tensors[2]
-
-
-def _casts_once(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast caches its cast of a tensor for all readers, as it does for a trained leaf."""
-    return x.is_leaf and x.requires_grad and x.dtype != dtype
+    If queries, keys and values are one tensor, PyTorch sums their gradients in an order of its own. And autocast
+    caches its cast of a trained leaf for all readers.
+    """
+    given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
+    tensors = [given.pop(name, None) for name in TENSORS]
+    some = [tensor for tensor in tensors if tensor is not None]
+    if given.keys() != OPTIONS.keys() or tensors[0] is tensors[1] is tensors[2] or not all(map(is_plain, some)):
+        return None
+    trained = [tensor for tensor in some if tensor.requires_grad]
+    low = active_autocast(some[0].device.type)
+    if not trained or (low and any(tensor.is_leaf and tensor.dtype != low for tensor in trained)):
+        return None
+    return tensors, given, low
 
 
 def _dtype(x: Tensor, low: torch.dtype | None) -> torch.dtype:
@@ -281,17 +283,9 @@ def recomputed(
         kwargs: its arguments by name.
 
     """
-    given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
-    tensors = [given.pop(name, None) for name in TENSORS]
-    some = [tensor for tensor in tensors if tensor is not None]
-    if given.keys() != OPTIONS.keys() or given["dropout_p"] or in_functorch_transform() or _are_one(tensors):
+    taken = _taken(args, kwargs)
+    if taken is None or taken[1]["dropout_p"] or in_functorch_transform():
         return None
-    if not all(map(is_plain, some)):
-        return None
-    low = active_autocast(some[0].device.type)
-    if not any(tensor.requires_grad for tensor in some) or (
-        low and any(_casts_once(tensor, low) for tensor in some)
-    ):
-        return None
+    tensors, given, low = taken
     tensors = [None if tensor is None else _to(call, tensor, _dtype(tensor, low)) for tensor in tensors]
     return AttentionCall(function, given, tensors), tensors
