@@ -219,16 +219,15 @@ class Capture(TorchFunctionMode):
         if is_plain(output) and output.requires_grad and output.numel() != 1:  # a number is stored
             recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
-            own, computed = recompute is not None and storage is output.untyped_storage(), None
-            if own and recompute is not None and self.is_near_enough(recompute, (func, args), output):
-                computed = recompute.store(self.store)
+            own = recompute if recompute is not None and storage is output.untyped_storage() else None
+            computed = self.recomputed(own, output, (func, args))
             if computed is not None:
                 stored.recompute_instead(self.computed(computed, output, (func, args)))
-            else:
-                settled = self.settle(stored, storage, output)
-                if own and recompute is not None:
-                    recompute.wait(settled)
-                    mark_of(storage).recompute = None
+                continue
+            settled = self.settle(stored, storage, output)
+            if own is not None:
+                own.wait(settled)
+                mark_of(storage).recompute = None
         return output
 
     def made(
@@ -242,6 +241,12 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs), undecided
         finally:
             self.current = self.undecided = self._changed = None
+
+    def recomputed(self, recompute: Recompute | None, value: Tensor, call: Call | None) -> Computed | None:
+        """Return what computes a value that a call saves; None if it has to be stored."""
+        if recompute is None or not self.is_near_enough(recompute, call, value):
+            return None
+        return recompute.store(self.store)
 
     def computed(self, computed: Computed | Stored, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves and backward computes."""
@@ -297,9 +302,8 @@ class Capture(TorchFunctionMode):
             recompute = self._copy(tensor)
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
-        usable = recompute is not None and recompute.version == version and not mark.has(version)
-        if recompute is not None and usable and self.is_near_enough(recompute, self.current, tensor):
-            computed = recompute.store(self.store)
+        if recompute is not None and recompute.version == version and not mark.has(version):
+            computed = self.recomputed(recompute, tensor, self.current)
             if computed is not None:
                 return self.computed(computed, tensor, self.current)
         if not grows:

@@ -118,18 +118,15 @@ def _changing(
     output, undecided = capture.made(func, args, kwargs, changed=x)
     for stored, storage in undecided:
         stored.read_by(call)
-        own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
-        computed, value = None, x
-        if own and recompute is not None and capture.is_near_enough(recompute, (func, args), x):
-            computed = recompute.store(capture.store)
-        copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
-        if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
-            value = stored.tensor
-            near = capture.is_near_enough(before, (func, args), value)
-            computed = before.store(capture.store) if near else None
-            if computed is not None and computed.guard is not None:  # that counts changes of x
-                computed.readers -= 1
-                computed = None
+        how, value = None, x
+        if storage is x.untyped_storage():
+            how = recompute if recompute is not None and version_of(x) == recompute.version else None
+        elif pure is not None and stored.layout == layout and stored.tensor.dtype == x.dtype:
+            how, value = before, stored.tensor  # PyTorch's copy of x before the change
+        computed = capture.recomputed(how, value, (func, args))
+        if computed is not None and how is before and computed.guard is not None:  # that counts changes of x
+            computed.readers -= 1
+            computed = None
         if computed is not None:
             computed.read_by(call)
             stored.recompute_instead(capture.computed(computed, value, (func, args)))
