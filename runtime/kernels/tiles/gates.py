@@ -16,11 +16,12 @@ HALF = constexpr(4)  # rows of half a tile: a trip has one of each half, so that
 
 
 @jit
-def _start(x, first, width, stride):
+def _start(view, first):
     """Return the address from which the tile at `first` is read, and how many elements after it the tile begins.
 
     With a width, that is the start of a row. Dividing 64-bit numbers is slow, so it is done once a tile.
     """
+    x, width, stride = view
     if width is None:
         return x + first, 0
     else:
@@ -29,12 +30,13 @@ def _start(x, first, width, stride):
 
 
 @jit
-def _load(place, offset, inside, whole: tl.constexpr):
+def _load(view, start, offset, inside, whole: tl.constexpr):
     """Return a row of elements, float32, 0 where the tensor has ended.
 
-    place: what `_start` returns, width and stride. offset: of the row in its tile.
+    start: what `_start` returns. offset: of the row in its tile.
     """
-    x, behind, width, stride = place
+    _, width, stride = view
+    x, behind = start
     column = tl.arange(0, COLUMNS)
     if width is None:
         at = x + offset + column
@@ -47,14 +49,9 @@ def _load(place, offset, inside, whole: tl.constexpr):
 
 
 @jit
-def _forward_rows(
-    g, u, h, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, b: tl.constexpr,
-    whole: tl.constexpr,
-):  # fmt: skip
+def _forward_rows(g, u, h, first, left, a: tl.constexpr, b: tl.constexpr, whole: tl.constexpr):
     """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
-    g, behind_g = _start(g, first, width_g, stride_g)
-    u, behind_u = _start(u, first, width_u, stride_u)
-    at_g, at_u = (g, behind_g, width_g, stride_g), (u, behind_u, width_u, stride_u)
+    start_g, start_u = _start(g, first), _start(u, first)
     h += first
     dtype: tl.constexpr = h.dtype.element_ty
     column = tl.arange(0, COLUMNS)
@@ -62,7 +59,7 @@ def _forward_rows(
         for half in tl.static_range(2):
             offset = row * COLUMNS + half * HALF * COLUMNS
             inside = column < left - offset
-            x, y = _load(at_g, offset, inside, whole), _load(at_u, offset, inside, whole)
+            x, y = _load(g, start_g, offset, inside, whole), _load(u, start_u, offset, inside, whole)
             value = a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32)
             store(h + offset + column, value, inside, whole)
 
@@ -73,17 +70,18 @@ def gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.co
 
     a, b: device functions, float32 → float32.
     """
+    g, u = (g, width_g, stride_g), (u, width_u, stride_u)
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
-        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, 0, a, b, True)
+        _forward_rows(g, u, h, first, 0, a, b, True)
     else:
-        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, b, False)
+        _forward_rows(g, u, h, first, (n - first).to(tl.int32), a, b, False)
 
 
 @jit
 def _backward_rows(
-    dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, da: tl.constexpr,
-    b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
+    dh, g, u, dg, du, first, left, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr, db: tl.constexpr,
+    whole: tl.constexpr,
 ):  # fmt: skip
     """Process the tile that begins at `first`; if it is not whole, it has `left` elements.
 
@@ -94,9 +92,7 @@ def _backward_rows(
         dg += first
     if du is not None:
         du += first
-    g, behind_g = _start(g, first, width_g, stride_g)
-    u, behind_u = _start(u, first, width_u, stride_u)
-    at_g, at_u = (g, behind_g, width_g, stride_g), (u, behind_u, width_u, stride_u)
+    start_g, start_u = _start(g, first), _start(u, first)
     dtype: tl.constexpr = dh.dtype.element_ty
     column = tl.arange(0, COLUMNS)
     for row in range(HALF):
@@ -104,7 +100,7 @@ def _backward_rows(
             offset = row * COLUMNS + half * HALF * COLUMNS
             inside = column < left - offset
             grad = load(dh + offset + column, inside, whole)
-            x, y = _load(at_g, offset, inside, whole), _load(at_u, offset, inside, whole)
+            x, y = _load(g, start_g, offset, inside, whole), _load(u, start_u, offset, inside, whole)
             if dg is not None:
                 passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
                 value = passed * da(x)
@@ -124,9 +120,10 @@ def gate_backward_tile(
 
     da, db: device functions, the derivatives of a and b.
     """
+    g, u = (g, width_g, stride_g), (u, width_u, stride_u)
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
-        _backward_rows(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, 0, a, da, b, db, True)
+        _backward_rows(dh, g, u, dg, du, first, 0, a, da, b, db, True)
     else:
         left = (n - first).to(tl.int32)
-        _backward_rows(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, left, a, da, b, db, False)
+        _backward_rows(dh, g, u, dg, du, first, left, a, da, b, db, False)
