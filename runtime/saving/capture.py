@@ -274,13 +274,11 @@ class Capture(TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
-        if is_parameter(tensor):
+        if is_parameter(tensor) or not is_plain(tensor):
             return self._stored(tensor)
         if self.current and self.current[0] in cheap.SHAPED and _is_a_shape(tensor, *self.current):
             return self._stored(_of_shape(tensor))
         grows = tensor.requires_grad
-        if not is_plain(tensor):
-            return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(tensor, self.hooks, storage)
         if not mark.is_of(tensor, version):
