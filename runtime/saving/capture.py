@@ -212,12 +212,12 @@ class Capture(TorchFunctionMode):
         change(written(func, args, kwargs))
         return self.plain(func, args, kwargs)
 
-    def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], recomputed_by: Any = None) -> Any:
-        """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
+    def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a cheap call; its output is recomputed by the same function."""
         output, undecided = self.made(func, args, kwargs)
         recompute = None
         if is_plain(output) and output.requires_grad and output.numel() != 1:  # a number is stored
-            recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
+            recompute = set_recompute(self, output, func, args, kwargs)
         for stored, storage in undecided:
             own = recompute if recompute is not None and storage is output.untyped_storage() else None
             computed = self.recomputed(own, output, (func, args))
@@ -252,7 +252,7 @@ class Capture(TorchFunctionMode):
         """Return how autograd gets a value that a call saves and backward computes."""
         return Reading(computed, value, self.outside)
 
-    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> Stored:
+    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any) -> Stored:
         """Store what could not be recomputed, after a call that returned the output; returns what is stored."""
         mark_of(storage).add(stored.settle())
         return stored

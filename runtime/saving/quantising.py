@@ -258,7 +258,7 @@ class Quantising(Capture):
         computed.readers -= 1
         return Slope(value, self.hooks, *slope, computed)
 
-    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> Stored:
+    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any) -> Stored:
         """Store what could not be recomputed; the output of an activation quantised."""
         quantised: Quantised | None = None
         if isinstance(output, Tensor) and output.requires_grad and storage is output.untyped_storage():

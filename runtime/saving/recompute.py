@@ -168,7 +168,7 @@ class Recompute:
         output: Tensor,
         hooks: Hooks | None,
         autocast: bool,
-        changes: int = 0,
+        changes: int,
     ) -> None:
         storage = output.untyped_storage()
         self._function, own = function, None if changes else storage
