@@ -493,13 +493,9 @@ class Stored(Made):
             self._guard = None if self._saved is None else version_guard(self._saved)
         elif not self._hooks.own:  # then PyTorch sees no changes
             self._guard = None
-        self.separate = True
-        self._read_from(computed)
         self.drop()
         self._hooks = self._copied = None
-
-    def _read_from(self, computed: Made) -> None:
-        self.replaced, self.sources = True, (computed,)
+        self.separate, self.replaced, self.sources = True, True, (computed,)
         computed.read_by(self.first)
 
     def drop(self) -> None:
@@ -603,6 +599,7 @@ class Quantised(Stored):
     """
 
     ours = separate = True
+    _saved = None
     sources: Sequence[Any]
     bits: float
     exact: Stored | None = None
@@ -652,8 +649,7 @@ class Quantised(Stored):
         """Free the codes: the memory is also stored as it is."""
         if not self.replaced and stored.can_read(self._layout):
             self.exact, self.bits, self.how, stored.needed = stored, math.inf, stored.how, True
-            for source in self.sources:
-                source.drop()
+            self.drop()
 
     def _make(self) -> Tensor:
         codes, scales, shifts = (source.unpack() for source in self.sources)
@@ -680,11 +676,10 @@ class Quantised(Stored):
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: codes do not change with the tensor."""
 
-    def replace(self, computed: Made) -> None:
-        """Free the codes: from now on the tensor is computed."""
+    def drop(self) -> None:
+        """Free the codes."""
         for source in self.sources:
             source.drop()
-        self._read_from(computed)
 
 
 class Part(Quantised):
