@@ -295,7 +295,7 @@ class Capture(TorchFunctionMode):
             return stored
         recompute = mark.recompute
         if recompute is None and self.autocast:
-            recompute = self._cast(tensor, mark)
+            recompute = self._cast(tensor)
         if recompute is None and grows and self.current and self.current[0] in cheap.COPYING:
             recompute = self._copy(tensor)
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
@@ -440,7 +440,7 @@ class Capture(TorchFunctionMode):
         base = base_of(tensor)
         return set_recompute(self, tensor if base is None else base, offered.function, offered.state, {})
 
-    def _cast(self, tensor: Tensor, mark: Mark) -> Recompute | None:
+    def _cast(self, tensor: Tensor) -> Recompute | None:
         """Return how to recompute a copy that autocast made of a parameter or of an argument of the call."""
         base = base_of(tensor)
         copy = tensor if base is None else base
@@ -464,13 +464,7 @@ class Capture(TorchFunctionMode):
             return None
         if (variable.shape, variable.device) != (copy.shape, copy.device):
             return None
-        with without_torch_function():
-            try:
-                recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, copy, self.hooks, False)
-            except Unsuitable:
-                return None
-        mark.recompute = recompute
-        return recompute
+        return set_recompute(self, copy, Tensor.to, (variable, copy.dtype), {})
 
     def _copy(self, tensor: Tensor) -> Recompute | None:
         """Return how to recompute a product's own copy of an argument, whose memory is in another order."""
@@ -573,8 +567,8 @@ def set_recompute(
         return None
     with without_torch_function():
         try:
-            # autocast never changes what is computed in place
-            autocast = capture.autocast and not version
+            # autocast never changes a cast, nor what is computed in place
+            autocast = capture.autocast and not version and function is not Tensor.to
             recompute = Recompute(function, args, kwargs, output, capture.hooks, autocast, version)
         except Unsuitable:
             return None
