@@ -218,11 +218,12 @@ class Capture(TorchFunctionMode):
         recompute = None
         if is_plain(output) and output.requires_grad and output.numel() != 1:  # a number is stored
             recompute = set_recompute(self, output, func, args, kwargs)
+        call = call_of(func, args, kwargs)
         for stored, storage in undecided:
             own = recompute if recompute is not None and storage is output.untyped_storage() else None
-            computed = self.recomputed(own, output, (func, args))
+            computed = self.recomputed(own, output, call)
             if computed is not None:
-                stored.recompute_instead(self.computed(computed, output, (func, args)))
+                stored.recompute_instead(self.computed(computed, output, call))
                 continue
             settled = self.settle(stored, storage, output)
             if own is not None:
@@ -581,7 +582,7 @@ def set_recompute(
 
 
 def call_of(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return a call with all its arguments, those by name last."""
+    """Return a call with all its arguments, those by name last, as PyTorch hands them to modes."""
     return func, (*args, *kwargs.values()) if kwargs else args
 
 

@@ -25,7 +25,8 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .attention import RecomputedAttention, attention, recomputed
-from .capture import CHANGES, FLAGS, RULES, Capture, Function, change, is_plain, named, set_recompute, written
+from .capture import CHANGES, FLAGS, RULES, Capture, call_of, change, is_plain, named, set_recompute, written
+from .cheap import Function
 from .loss import by_rows
 from .recompute import PLAIN, Operand
 from .storage import Mark, Quantised, Stored, layout_of, marked, quietly
@@ -59,12 +60,6 @@ def _kinked(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[
         mark = mark_of(read[0].untyped_storage())
         capture.kinked.append((weakref.ref(stored), mark, func, [TensorWeakRef(each) for each in read]))
     return output
-
-
-def _by_position(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Make a call with all arguments by position, where it matters which they are."""
-    rule = _cheap if func in cheap.CHEAP_FUNCTIONS else Capture.plain
-    return rule(capture, func, (*args, *kwargs.values()), {})  # PyTorch hands all of them to modes, in their order
 
 
 def _divided(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -114,22 +109,23 @@ def _changing(
             recompute = set_recompute(capture, x, *pure, version=1)
         change(tensors)
         mark_of(x.untyped_storage()).recompute = recompute
-    call = next_call()  # of the function itself: PyTorch may also record a copy of x
+    call = call_of(func, args, kwargs)
+    number = next_call()  # of the function itself: PyTorch may also record a copy of x
     output, undecided = capture.made(func, args, kwargs, changed=x)
     for stored, storage in undecided:
-        stored.read_by(call)
+        stored.read_by(number)
         how, value = None, x
         if storage is x.untyped_storage():
             how = recompute if recompute is not None and version_of(x) == recompute.version else None
         elif pure is not None and stored.layout == layout and stored.tensor.dtype == x.dtype:
             how, value = before, stored.tensor  # PyTorch's copy of x before the change
-        computed = capture.recomputed(how, value, (func, args))
+        computed = capture.recomputed(how, value, call)
         if computed is not None and how is before and computed.guard is not None:  # that counts changes of x
             computed.readers -= 1
             computed = None
         if computed is not None:
-            computed.read_by(call)
-            stored.recompute_instead(capture.computed(computed, value, (func, args)))
+            computed.read_by(number)
+            stored.recompute_instead(capture.computed(computed, value, call))
         else:
             capture.settle(stored, storage, output)
     return output
@@ -259,7 +255,6 @@ RULES |= dict.fromkeys(cheap.RELUS | cheap.LEAKY, _kinked) | dict.fromkeys(cheap
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES |= dict.fromkeys(cheap.named("__rdiv__ __rtruediv__"), _divided)
 RULES |= dict.fromkeys(cheap.named("cumsum"), _cumsum)
-RULES |= dict.fromkeys((F.hardtanh, F.normalize, torch.norm, Tensor.norm), _by_position)
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES[F.multi_head_attention_forward] = _opened
 RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: Capture.cheap, F.batch_norm: _batch_norm}
