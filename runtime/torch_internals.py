@@ -32,11 +32,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # The leaves of nested tuples, lists, mappings and classes that libraries register, such as transformers' outputs.
-from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from fitact.runtime.kernels import in_functorch_transform as in_functorch_transform
 from fitact.runtime.kernels import version_of as version_of

@@ -22,9 +22,7 @@ from fitact.runtime.torch_internals import (
     quiet_fake_tensors,
     storage_id,
     trace_joint,
-    tree_flatten,
     tree_leaves,
-    tree_unflatten,
     unset_fake_temporarily,
 )
 
@@ -88,17 +86,13 @@ def compiled(
     assert isinstance(inputs, Inputs)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names, values = list(tensors), list(tensors.values())
-    leaves, spec = tree_flatten((inputs.args, dict(inputs.kwargs)))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    own = [leaf for leaf in tree_leaves((inputs.args, dict(inputs.kwargs))) if isinstance(leaf, Tensor)]
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
-        filled = list(leaves)
-        for i, tensor in zip(places, given[len(names) :], strict=True):
-            filled[i] = tensor
-        args, kwargs = tree_unflatten(filled, spec)
-        parameters = dict(zip(names, given, strict=False))
+        parameters, others = dict(zip(names, given, strict=False)), iter(given[len(names) :])
+        filled = inputs.mapped(lambda _: next(others))
         with gpu_kernels() if subject.device == "cuda" else nullcontext(), subject.casting():
-            output = torch.func.functional_call(model, parameters, args, kwargs)
+            output = torch.func.functional_call(model, parameters, filled.args, dict(filled.kwargs))
         loss = loss_of(output)
         outputs = tree_leaves(output) if loss is None else [loss]
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
@@ -130,7 +124,7 @@ def compiled(
         return partition_with(joint, given, owned, each, **options)
 
     fake = mode or fake_mode()
-    given = (*values, *(leaves[i] for i in places))
+    given = (*values, *own)
     with mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
         trace_joint(run, given, owned, fake, partition)
     return results
