@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -152,19 +151,9 @@ def measured(where: str | None = None) -> Device:
 
 
 def _seconds(function: Callable[..., Tensor], *args: Tensor) -> float:
-    """Return the median time of a call, of several in a row where they are short."""
-    end = time.perf_counter() + SECONDS
+    """Return the median time of a call, on all threads."""
+    from torch.utils.benchmark import Timer
 
-    def timed(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            function(*args)
-        if args[0].is_cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    calls = 10 if timed(1) < SECONDS / 30 else 1
-    times = [timed(calls)]
-    while time.perf_counter() < end:
-        times.append(timed(calls))
-    return sorted(times)[len(times) // 2]
+    names = {"function": function, "args": args}
+    timer = Timer("function(*args)", globals=names, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median

@@ -24,7 +24,7 @@ from fitact.planning.record import from_json, sentence
 from fitact.runtime.choose import OF_BLOCKS, POLICIES, REST, Cost, Policy, changed, selectively
 from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
 from fitact.runtime.choose.costs import step as measured_step
-from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, devices, hugging_face, prepare
+from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, hugging_face, prepare
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import CHECKPOINT, ERRORS, attach
 from fitact.runtime.torch_internals import saved_selectively, storage_id
@@ -295,15 +295,6 @@ def test_devices() -> None:
         work = (device.bandwidth, 0, 0), (0, device.products, 0), (1, device.products, device.products32)
         assert device.source
         assert [device.seconds(*map(int, each), 0) for each in work] == pytest.approx([1, 1, 2])
-
-
-@pytest.mark.parametrize(("lasts", "most"), [(3.0, 2), (0.1, 20), (1e-3, 1600)])
-def test_measuring_a_slow_device_ends(lasts: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in bfloat16 take seconds on a CPU without instructions for them: these are few, others many."""
-    calls, x = list[None](), torch.empty(1)
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: len(calls) * lasts)
-    assert devices._seconds(lambda _: calls.append(None) or x, x) == pytest.approx(lasts)
-    assert most / 2 < len(calls) <= most
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS[1:])
