@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fitact.base import JobError, UsageError, flags, quote
 from fitact.runtime.kernels import is_generated, registered
-from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, tensors_of, trials
-from fitact.runtime.restore import Runner, runner
+from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, trials
+from fitact.runtime.restore import Runner, refused, runner
 from fitact.runtime.saving import Amount, Context, attach, attaching, baseline, detach, observing, saving
 from fitact.runtime.torch_internals import is_compiled, storage_id
 
@@ -199,8 +199,8 @@ def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[t
                 own = not dense or storage_id(tensor) in saved.owned or saved.place is None
                 return saved.place.module[1] if saved.place else "", 0 if own else tensor.nbytes
 
-            with observing(where) as seen:
-                tensors_of(run, model)
+            with observing(where) as seen, refused("the model cannot be run with example_inputs"):
+                run(model)
         for (group, size), storage in seen:
             storages.setdefault(group, Counter())[storage()] += size
         return saved, storages

@@ -43,6 +43,5 @@ from .subjects import copied as copied
 from .subjects import inside as inside
 from .subjects import matching as matching
 from .subjects import outermost as outermost
-from .subjects import tensors_of as tensors_of
 from .subjects import trials as trials
 from .subjects import without_packing as without_packing

@@ -296,12 +296,6 @@ def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, R
             torch.clear_autocast_cache()
 
 
-def tensors_of(run: Runner, model: nn.Module) -> list[Tensor]:
-    """Run a model, and return the tensors of its output; raise a UsageError if it cannot be run."""
-    with restore.refused("the model cannot be run with example_inputs"):
-        return [leaf for leaf in tree_leaves(run(model)) if isinstance(leaf, Tensor)]
-
-
 def matching(paths: Collection[str], given: Patterns, name: str, what: str) -> list[str]:
     """Return the paths that patterns match; a UsageError for one without names the argument and what has paths."""
     patterns = [given] if isinstance(given, str) else given or ()
