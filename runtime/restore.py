@@ -27,7 +27,7 @@ from fitact.runtime.torch_internals import (
 
 Runner = Callable[[nn.Module], object]
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # what tensors without memory raise
-REAL_INPUTS = "give a model and inputs with values to fitact.plan, or fake=False to measure"
+REAL_INPUTS = "give a model and inputs with values to fitact.plan"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import nn
 from fitact.base import JobError, UsageError, few, integer, one_line, quote
 from fitact.runtime.restore import refused
 
-from .subjects import Patterns, Source, Subject, blocks_of, converted, fake_copy, without_weights
+from .subjects import Patterns, Source, Subject, blocks_of, converted, fake_copy
 
 
 @dataclass(frozen=True)
@@ -73,33 +73,29 @@ def prepare(
     batch: int,
     seq: int,
     dtype: torch.dtype = torch.bfloat16,
-    fake: bool = True,
     autocast: torch.dtype | None = None,
     device: str = "cuda",
     blocks: Patterns = None,
 ) -> Subject:
     """Build a model and its inputs.
 
-    Inputs have `batch` rows of `seq` tokens. All floating-point parameters, buffers and inputs have the dtype; if
-    fake, they allocate nothing. By default what needs gradients is trained. The rest is as in `Subject`.
+    Inputs have `batch` rows of `seq` tokens. All floating-point parameters, buffers and inputs have the dtype, and
+    allocate nothing. By default what needs gradients is trained. The rest is as in `Subject`.
 
     Raises:
         UsageError: the model cannot be built, or does not take this `batch` and `seq`; the message says why.
 
     """
-    with refused(f"{source.name}: cannot be built"), without_weights(fake):
+    with refused(f"{source.name}: cannot be built"), torch.device("meta"):
         model, inputs = source.build(batch, seq)
     longest = source.longest(model)
     if longest is not None and seq > longest:
         raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")
     training = training or Training()
-    with without_weights(fake):
+    with torch.device("meta"):
         training.apply(model.train())
     blocks_of(model, blocks)  # raises what is wrong with the patterns
-    model.to(dtype)
-    mode = None
-    if fake:
-        model, mode = fake_copy(model)  # after the checks: the first mode takes two seconds
+    model, mode = fake_copy(model.to(dtype))  # after the checks: the first mode takes two seconds
     return Subject(
         source.name, model, converted(inputs, mode, dtype), mode, autocast, device, blocks, source=source,
         dtype=dtype, training=str(training), inputs=source.sizes(batch, seq),

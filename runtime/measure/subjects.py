@@ -104,8 +104,8 @@ class Subject:
 
     def sized(self, batch: int, seq: int) -> Subject:
         """Return the model with inputs of other sizes, which its source makes."""
-        assert self.source is not None
-        with without_weights(self.mode is not None):
+        assert self.source is not None and self.mode is not None
+        with torch.device("meta"):
             inputs = self.source.inputs(self.model, batch, seq)
         call = converted(inputs, self.mode, self.dtype)
         return replace(self, call=call, inputs=self.source.sizes(batch, seq))
@@ -172,18 +172,13 @@ def faked(run: Runner, mode: FakeTensorMode) -> Runner:
     return run.mapped(partial(fake, mode)) if isinstance(run, Inputs) else run
 
 
-def without_weights(fake: bool) -> Any:
-    """Return a context in which new tensors have no memory, if they are to be fake."""
-    return torch.device("meta") if fake else nullcontext()
-
-
-def converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:
-    """Return inputs with floating-point tensors of a dtype, and fake ones if there is a mode."""
+def converted(inputs: Inputs, mode: FakeTensorMode, dtype: torch.dtype) -> Inputs:
+    """Return inputs as fake tensors, those of floating point with a dtype."""
 
     def made(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             tensor = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
-        return tensor if mode is None else fake(mode, tensor)
+        return fake(mode, tensor)
 
     return inputs.mapped(made)
 

@@ -38,7 +38,7 @@ from fitact.runtime.restore import differentiate
 from fitact.runtime.saving import ERRORS
 from tests.conftest import ROOT, Command
 from tests.support.built import built
-from tests.support.models import FAMILIES, TEXT
+from tests.support.models import FAMILIES, TEXT, with_values
 from tests.support.peak import peak_memory
 from tests.support.processes import python
 from tests.support.rows import full
@@ -66,9 +66,9 @@ def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
     return prepare(source, batch=sizes.pop("batch", 2), seq=sizes.pop("seq", 4096), dtype=dtype)
 
 
-def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> Subject:
+def small(kind: str, make: Callable[..., Subject] = prepare, dtype: torch.dtype = HALF, **more: Any) -> Subject:
     source = hugging_face(kind, SMALL[kind] | more, image=32 if kind == "resnet" else None)
-    return prepare(source, batch=4, seq=24, dtype=dtype, fake=fake)  # hidden states large enough to be quantised
+    return make(source, batch=4, seq=24, dtype=dtype)  # hidden states large enough to be quantised
 
 
 @contextmanager
@@ -294,8 +294,8 @@ ALIVE += [  # each kind of model with a third of the candidates, in half precisi
 def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | None) -> None:
     """What is saved is alive between forward and backward, beside parameters, buffers, inputs and outputs."""
     counts = []
-    for fake in (True, False):
-        subject = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
+    for make in (prepare, with_values):
+        subject = small(kind, make, dtype=torch.float32 if autocast else HALF)
         saved = saved_by(subject, name, autocast)
         given = [*subject.call.args, *subject.call.kwargs.values()]
         there = (*subject.model.parameters(), *subject.model.buffers(), *given)
@@ -303,7 +303,7 @@ def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | No
             outputs = subject.run()
         gc.collect()
         inside = sum(each.nbytes for each in given if each.untyped_storage()._cdata in saved.storages)
-        assert saved.bytes - inside == meter.level - sum(output.nbytes for output in outputs), fake
+        assert saved.bytes - inside == meter.level - sum(output.nbytes for output in outputs), make
         counts.append(saved.bytes)
     assert counts[0] == counts[1]
 
@@ -317,10 +317,10 @@ def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     torch._dynamo.reset()
     if name == "bert":
         none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        fake, real = (small("bert", fake=fake, **none) for fake in (True, False))
+        fake, real = (small("bert", make, **none) for make in (prepare, with_values))
     else:
         source = from_callable(getattr(models_reference, name))
-        fake, real = (prepare(source, batch=2, seq=256, dtype=HALF, fake=fake) for fake in (True, False))
+        fake, real = (make(source, batch=2, seq=256, dtype=HALF) for make in (prepare, with_values))
     (graph,) = compiled(replace(fake, device="cpu"), [budget])
     with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(real.model) as saved:
         torch.compile(real.model)(*real.call.args, **real.call.kwargs)
@@ -417,7 +417,7 @@ def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
 
 def test_blocks() -> None:
     """And weights that are tied stay so."""
-    gpt2, resnet = (small(kind, fake=True).model for kind in ("gpt2", "resnet"))
+    gpt2, resnet = (small(kind).model for kind in ("gpt2", "resnet"))
     assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
     for model, names in (gpt2, ["GPT2Block"] * 2), (resnet, ["ResNetBottleNeckLayer"] * 7):
         assert [type(module).__name__ for _, module in blocks_of(model)] == names

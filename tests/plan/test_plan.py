@@ -24,13 +24,13 @@ from fitact.planning.record import from_json, sentence
 from fitact.runtime.choose import OF_BLOCKS, POLICIES, REST, Cost, Policy, changed, selectively
 from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
 from fitact.runtime.choose.costs import step as measured_step
-from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, hugging_face, prepare
+from fitact.runtime.measure import DEVICES, Meter, Training, count_saved, hugging_face
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import CHECKPOINT, ERRORS, attach
 from fitact.runtime.torch_internals import saved_selectively, storage_id
 from tests.conftest import Command
 from tests.support.built import built
-from tests.support.models import FAMILIES, NEWER
+from tests.support.models import FAMILIES, NEWER, with_values
 from tests.support.peak import peak_memory
 from tests.support.processes import run
 from tests.support.refusals import refused
@@ -140,7 +140,7 @@ def test_an_applied_plan_peaks_at_what_it_said(number: int) -> None:
     kind, lora = KINDS[number]
     source = hugging_face(kind, small(kind), image=128 if kind == "vit" else None)
     dtype = torch.bfloat16 if "moe" in kind else torch.float32  # fake experts take only the first
-    subject = prepare(source, Training(("all",)) if lora else None, batch=8, seq=64, dtype=dtype, fake=False)
+    subject = with_values(source, Training(("all",)) if lora else None, batch=8, seq=64, dtype=dtype)
     model, inputs = subject.model, dict(subject.call.kwargs)
     error, share = SHARES[number % 5]
     planner = fitact.planner(model, example_inputs=inputs, **GIVEN, error=error)
@@ -160,7 +160,7 @@ def test_what_is_outside_of_the_blocks_saves_less_too(autocast: str | None) -> N
     torch.manual_seed(0)
     sizes = {**small("llama"), "vocab_size": 8000, "num_hidden_layers": 3}
     dtype = torch.float32 if autocast else torch.bfloat16
-    subject = prepare(hugging_face("llama", sizes), batch=2, seq=64, dtype=dtype, fake=False)
+    subject = with_values(hugging_face("llama", sizes), batch=2, seq=64, dtype=dtype)
     model, inputs = subject.model, subject.call
     given = {**GIVEN, "example_inputs": dict(inputs.kwargs), "autocast": autocast, "error": "exact"}
     plan = halfway(fitact.planner(model, **given), "exact")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fitact.runtime.measure import Source, Subject, Training
 from fitact.runtime.measure.prepare import imported
 
 from .saving import cast
@@ -136,3 +137,13 @@ def step(
         loss: Tensor = output.float().square().mean() if isinstance(output, Tensor) else output.loss
     loss.backward()
     return loss.detach()
+
+
+def with_values(
+    source: Source, training: Training | None = None, *, batch: int, seq: int, dtype: torch.dtype
+) -> Subject:
+    """Return a model as `prepare` does, but with values."""
+    model, inputs = source.build(batch, seq)
+    (training or Training()).apply(model.train())
+    call = inputs.mapped(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return Subject(source.name, model.to(dtype), call, None)
