@@ -258,13 +258,11 @@ def _row(subject: Subject, policy: Policy, modules: Sequence[nn.Module], baselin
     """Measure a policy; UsageError if there is nothing in the modules that it changes, or it fails."""
     with changed(modules, [policy] * len(modules)) as replaced:
         done = baseline if policy is BASELINE else whole_step(subject)
-    flops, traffic = (
-        (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
-        / max(getattr(baseline.forward, what), 1)
-        for what in ("flops", "traffic")
-    )
     row = Row(policy.name, done.saved.bytes, done.saved.by_kind(), peak=fixed + done.peak)
-    return replace(row, replaced=replaced) if policy.method else replace(row, flops=flops, traffic=traffic)
+    if policy.method:
+        return replace(row, replaced=replaced)
+    again, once = done.forward + done.backward - baseline.forward - baseline.backward, baseline.forward
+    return replace(row, flops=again.flops / max(once.flops, 1), traffic=again.traffic / max(once.traffic, 1))
 
 
 def _compiled_rows(results: Sequence[Compiled], baseline: Measured) -> Iterator[Row]:
