@@ -171,7 +171,7 @@ def measure(
     if not isinstance(source, Source):
         source = from_callable(source)
     casting = DTYPES[autocast] if autocast else None
-    subject = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], autocast=casting)
+    subject = replace(prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype]), autocast=casting)
     sizes = {name: size for name, size in (("batch", batch), ("seq", seq)) if name in source.varies}
     model = subject.model
     baseline = whole_step(subject)

@@ -20,7 +20,7 @@ from torch import nn
 from fitact.base import JobError, UsageError, few, integer, one_line, quote
 from fitact.runtime.restore import refused
 
-from .subjects import Patterns, Source, Subject, blocks_of, converted, fake_copy
+from .subjects import Source, Subject, blocks_of, converted, fake_copy
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,11 @@ def prepare(
     batch: int,
     seq: int,
     dtype: torch.dtype = torch.bfloat16,
-    autocast: torch.dtype | None = None,
-    device: str = "cuda",
-    blocks: Patterns = None,
 ) -> Subject:
     """Build a model and its inputs.
 
     Inputs have `batch` rows of `seq` tokens. All floating-point parameters, buffers and inputs have the dtype, and
-    allocate nothing. By default what needs gradients is trained. The rest is as in `Subject`.
+    allocate nothing. By default what needs gradients is trained.
 
     Raises:
         UsageError: the model cannot be built, or does not take this `batch` and `seq`; the message says why.
@@ -94,12 +91,11 @@ def prepare(
     training = training or Training()
     with torch.device("meta"):
         training.apply(model.train())
-    blocks_of(model, blocks)  # raises what is wrong with the patterns
     model, mode = fake_copy(model.to(dtype))  # after the checks: the first mode takes two seconds
+    call, sizes = converted(inputs, mode, dtype), source.sizes(batch, seq)
     return Subject(
-        source.name, model, converted(inputs, mode, dtype), mode, autocast, device, blocks, source=source,
-        dtype=dtype, training=str(training), inputs=source.sizes(batch, seq),
-    )  # fmt: skip
+        source.name, model, call, mode, training=str(training), inputs=sizes, source=source, dtype=dtype
+    )
 
 
 # ---------------------------------------------------------------------------------------------- optional packages

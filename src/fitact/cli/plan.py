@@ -116,17 +116,15 @@ def plan(
     if largest is not None and largest not in source.varies:
         raise UsageError(f"--largest {largest}: {source.name} takes none")
     sizes = {"batch": asked.batch, "seq": asked.seq}
-    subject = prepare(
-        source,
-        asked.training,
-        batch=asked.batch,
-        seq=asked.seq,
-        dtype=of,
+    subject = replace(
+        prepare(source, asked.training, **sizes, dtype=of),
         autocast=DTYPES[asked.autocast] if asked.autocast else None,
         device=where.kernels,
         blocks=blocks,
+        ranks=fsdp,
+        ddp=ddp,
+        accumulates=accumulate,
     )
-    subject = replace(subject, ranks=fsdp, ddp=ddp, accumulates=accumulate)
     front = front or picture is not None
 
     def planner(size: int | None = None) -> Planner:
