@@ -14,14 +14,10 @@ import click
 from fitact.base import UsageError, quote
 
 from .names import WORD, check_layers, check_model, check_place, check_timm, installed, model_types, timm_models
-from .options import Finite, completing, finish, named, once, progress, writing
+from .options import completing, finish, named, once, progress, writing
 
 if TYPE_CHECKING:
     from fitact.runtime.measure import Source, Training
-
-
-class FiniteRange(Finite, click.FloatRange):
-    """A finite number in a range."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
 @click.option(
     "--budget",
     "budgets",
-    type=FiniteRange(0, 1),
+    type=click.FloatRange(0, 1),
     multiple=True,
     default=(1.0, 0.9, 0.7),
     metavar="B",

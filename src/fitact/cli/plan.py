@@ -9,7 +9,7 @@ import click
 
 from fitact.base import JobError, UsageError
 
-from .memory import Asked, FiniteRange, of_a_model
+from .memory import Asked, of_a_model
 from .options import finish, progress, say, writing
 
 MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
@@ -19,7 +19,7 @@ MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
 @of_a_model
 @click.option(
     "--gib",
-    type=FiniteRange(0, MOST_GIB, min_open=True),
+    type=click.FloatRange(0, MOST_GIB, min_open=True),
     metavar="G",
     help="Memory of a step, in GiB.  [default: the device's, if the table has it]",
 )
@@ -49,7 +49,7 @@ MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
 )
 @click.option(
     "--host-gib",
-    type=FiniteRange(0, MOST_GIB),
+    type=click.FloatRange(0, MOST_GIB),
     default=0.0,
     show_default=False,
     metavar="G",
