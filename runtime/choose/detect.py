@@ -36,14 +36,6 @@ NAMES = (
     *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh"),
     "tanhshrink",
 )
-
-
-def _squareplus(x: Tensor) -> Tensor:
-    """Return (x + √(x² + 4))/2, as a quotient where that would cancel."""
-    root = torch.sqrt(x * x + 4)
-    return torch.where(x > 0, (x + root) / 2, 2 / (root - x))
-
-
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(F, name) for name in NAMES},
     "exp": torch.exp,
@@ -52,7 +44,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "serf": lambda x: x * torch.erf(F.softplus(x)),
     "snake": lambda x: x + torch.sin(x).square(),
-    "squareplus": _squareplus,
+    "squareplus": lambda x: (x + torch.sqrt(x.square() + 4)) / 2,
     "threshold": lambda x: F.threshold(x, 1.0, 0.0),
 }
 # What a model may hold or call in place of a module.

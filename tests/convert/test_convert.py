@@ -279,6 +279,7 @@ OWN: dict[str, tuple[nn.Module, str | None]] = {
     "gelu_tanh": (of_ones_own(BY_HAND["tanh"], scale=1.0, name="gelu", bias=None), "gelu_tanh_fewbit3"),
     "mish": (of_ones_own(lambda x: x * torch.tanh(F.softplus(x))), "mish_fewbit3"),
     "relu2": (of_ones_own(lambda x: torch.relu(x) ** 2), "relu2_fewbit3"),
+    "squareplus": (of_ones_own(lambda x: (x + torch.sqrt(x**2 + 4)) / 2), "squareplus_fewbit3"),
     "nearly": (of_ones_own(lambda x: F.gelu(x) + 1e-4), None),
     "a known name": (of_ones_own(lambda x: x * torch.sigmoid(2 * x), "Swish"), None),
     "far away": (of_ones_own(lambda x: F.silu(x.clamp(max=50))), None),
