@@ -135,7 +135,7 @@ def merged(source: Source, training: Training, dtype: torch.dtype) -> Source:
             (layers,) = (module for name, module in model.named_modules() if name.endswith(path))
             for layer, (name, readers) in product(layers.children(), norms.items()):
                 setattr(layer, name, merge_norm(layer.get_submodule(name), list(_linear(layer, readers))))
-        return model, source.inputs(model, batch, seq)
+        return model, source.build(batch, seq)[1]
 
     return replace(source, build=build)
 

@@ -93,9 +93,7 @@ def prepare(
         training.apply(model.train())
     model, mode = fake_copy(model.to(dtype))  # after the checks: the first mode takes two seconds
     call, sizes = converted(inputs, mode, dtype), source.sizes(batch, seq)
-    return Subject(
-        source.name, model, call, mode, training=str(training), inputs=sizes, source=source, dtype=dtype
-    )
+    return Subject(source.name, model, call, mode, training=str(training), inputs=sizes)
 
 
 # ---------------------------------------------------------------------------------------------- optional packages

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from importlib import import_module
 from typing import Any, cast
 from unittest import mock
@@ -69,8 +68,6 @@ def hugging_face(
     if head not in HEADS:
         raise UsageError(f"no head {quote(head)}: expected {', '.join(HEADS)}")
 
-    inputs = partial(_transformers_inputs, head)
-
     def build(batch: int, seq: int) -> Example:
         config = transformers.AutoConfig.for_model(kind, **sizes)
         if hasattr(config, "use_cache"):
@@ -84,11 +81,11 @@ def hugging_face(
             if attention is not None:
                 raise
             model = auto.from_config(config, attn_implementation="eager")
-        return model, inputs(model, batch, seq)
+        return model, _transformers_inputs(head, model, batch, seq)
 
     images = head == "image" or _does(kind, "IMAGE_CLASSIFICATION")
     varies = frozenset(("batch",) if images else ("batch", "seq"))
-    return Source(kind, build, inputs, varies, _positions)
+    return Source(kind, build, varies, _positions)
 
 
 def _does(kind: str, task: str) -> bool:
@@ -160,13 +157,10 @@ def timm_model(name: str, *, image: int | None = None) -> Source:
             model = timm.create_model(name, pretrained=False, **({"img_size": image} if image else {}))
         except TypeError:  # most models take images of any size
             model = timm.create_model(name, pretrained=False)
-        return model, inputs(model, batch, seq)
-
-    def inputs(model: Any, batch: int, seq: int) -> Inputs:
         channels, height, width = model.pretrained_cfg["input_size"]
-        return Inputs((torch.zeros(batch, channels, image or height, image or width),))
+        return model, Inputs((torch.zeros(batch, channels, image or height, image or width),))
 
-    return Source(name, build, inputs, frozenset(("batch",)))
+    return Source(name, build, frozenset(("batch",)))
 
 
 def from_callable(call: Callable[..., Any] | str) -> Source:
@@ -194,7 +188,7 @@ def from_callable(call: Callable[..., Any] | str) -> Source:
                 return model, cast("Inputs", runner(inputs))
         raise UsageError(f"{name}: expected a model and its inputs, got {quote(result)}")
 
-    return Source(name, build, lambda _, batch, seq: build(batch, seq)[1], varies)
+    return Source(name, build, varies)
 
 
 def model_and_batches(call: str, batch: int, seq: int) -> tuple[nn.Module, Iterable[Any]]:

@@ -48,7 +48,6 @@ class Source:
     Attributes:
         name: its name in tables.
         build: makes the model and its inputs from batch and seq.
-        inputs: makes only the inputs, for the model and another batch and seq.
         varies: which of `"batch"` and `"seq"` it uses.
         longest: the largest seq that the model has positions for; None if there is no limit.
 
@@ -56,7 +55,6 @@ class Source:
 
     name: str
     build: Callable[[int, int], Example]
-    inputs: Callable[[nn.Module, int, int], Inputs]
     varies: frozenset[str] = frozenset(("batch", "seq"))
     longest: Callable[[nn.Module], int | None] = lambda model: None
 
@@ -82,8 +80,6 @@ class Subject:
         ddp: whether it is in DistributedDataParallel.
         accumulates: whether gradients of earlier steps are there already.
         training, inputs: in tables, what is trained, and the sizes of its inputs.
-        source: where it came from; None for a user's model.
-        dtype: of its floating-point inputs, if it has a source.
 
     """
 
@@ -99,16 +95,6 @@ class Subject:
     accumulates: bool = False
     training: str = "what needs gradients is trained"
     inputs: str = "inputs as given"
-    source: Source | None = None
-    dtype: torch.dtype = torch.float32
-
-    def sized(self, batch: int, seq: int) -> Subject:
-        """Return the model with inputs of other sizes, which its source makes."""
-        assert self.source is not None and self.mode is not None
-        with torch.device("meta"):
-            inputs = self.source.inputs(self.model, batch, seq)
-        call = converted(inputs, self.mode, self.dtype)
-        return replace(self, call=call, inputs=self.source.sizes(batch, seq))
 
     @contextmanager
     def environment(self) -> Iterator[None]:

@@ -104,7 +104,7 @@ def plan(
     from fitact.planning import GIB, Planner
     from fitact.planning import largest as largest_of
     from fitact.runtime.choose import DTYPES
-    from fitact.runtime.measure import device_of, measured, prepare
+    from fitact.runtime.measure import Subject, device_of, measured, prepare
 
     where = measured() if measures else device_of(device)
     if gib is None:
@@ -116,20 +116,24 @@ def plan(
     if largest is not None and largest not in source.varies:
         raise UsageError(f"--largest {largest}: {source.name} takes none")
     sizes = {"batch": asked.batch, "seq": asked.seq}
-    subject = replace(
-        prepare(source, asked.training, **sizes, dtype=of),
-        autocast=DTYPES[asked.autocast] if asked.autocast else None,
-        device=where.kernels,
-        blocks=blocks,
-        ranks=fsdp,
-        ddp=ddp,
-        accumulates=accumulate,
-    )
     front = front or picture is not None
+
+    def prepared(**others: int) -> Subject:
+        return replace(
+            prepare(source, asked.training, **sizes | others, dtype=of),
+            autocast=DTYPES[asked.autocast] if asked.autocast else None,
+            device=where.kernels,
+            blocks=blocks,
+            ranks=fsdp,
+            ddp=ddp,
+            accumulates=accumulate,
+        )
+
+    subject = prepared()
 
     def planner(size: int | None = None) -> Planner:
         """Return the planner of the sizes that are given, or of another one in place of the largest."""
-        of_size = subject if size is None else subject.sized(**sizes | {str(largest): size})
+        of_size = subject if size is None else prepared(**{str(largest): size})
         with progress(1, "planning" if size is None else f"{largest} {size}") as advance:
             return Planner(of_size, asked.optimizer, where, host_gib, error, advance)
 
