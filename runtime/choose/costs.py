@@ -1,9 +1,8 @@
 """What each policy costs for each block: bytes saved, bytes at its peak, time; measured by running the model.
 
-A pass runs the whole model once, forward and backward, with several policies at once: equal blocks
-follow one another, and each policy gets two of them. The second is measured: its neighbour is changed like it.
-Where more than four blocks in a row have the same policy, four run, and the third is counted for those that are
-skipped.
+A pass runs the whole model once, forward and backward, with one policy for all blocks that take it. In each run of
+equal blocks the third is measured: its neighbours are changed like it. Where more than four blocks in a row have
+the same policy, four run, and the third is counted for those that are skipped.
 """
 
 from __future__ import annotations
@@ -100,14 +99,17 @@ def measure_costs(
         segments += [_segment(*parts.blocks[end - (len(run.blocks) + 1) // 2], run.paths), _segment(*after)]
     segments[-1] = _with_rest(subject, device, runs, segments[-1])
     notes: list[str] = []
-    wanted = [_possible(run, [policy for policy in policies if policy != BASELINE]) for run in runs]
-    passes = _passes(runs, wanted)
-    progress(1 / (1 + len(passes)))
-    for i, given in enumerate(passes):
-        for measured in _tried(subject, device, runs, given, notes):
-            for at, new in zip(range(1, len(segments), 2), measured, strict=True):  # runs, and what lies between
-                segments[at] = replace(segments[at], costs={**new, **segments[at].costs})
-        progress((2 + i) / (1 + len(passes)))
+    others = [policy for policy in policies if policy != BASELINE]
+    for i, policy in enumerate(others):
+        progress((1 + i) / (1 + len(others)))
+        try:
+            measured = _pass(subject, device, runs, policy)
+        except FitactError as error:
+            notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
+            continue
+        for at, cost in measured.items():
+            segments[at] = replace(segments[at], costs={**segments[at].costs, policy: cost})
+    progress(1.0)
     return Costs(tuple(segments), parts.step, tuple(runs), tuple(notes))
 
 
@@ -152,65 +154,23 @@ def _segment(cost: Cost, grads: int, paths: tuple[str, ...] = ()) -> Segment:
     return Segment(paths, grads, {BASELINE: cost})
 
 
-def _possible(run: Run, policies: Sequence[Policy]) -> list[Policy]:
-    """Return the policies that the blocks of a run do not refuse."""
-    possible = []
-    for policy in policies:
-        with suppress(UsageError), changed(run.blocks[:1], [policy]):  # or nothing in the block can be changed so
-            possible.append(policy)
-    return possible
-
-
-def _passes(runs: Sequence[Run], wanted: Sequence[Sequence[Policy]]) -> list[list[list[Policy]]]:
-    """Return what the runs measure in each pass: several policies, or one that offloads."""
-    few = [[policy for policy in some if not policy.offload] for some in wanted]
-    slots = [max(len(run.blocks) // 2, 1) for run in runs]
-    count = max(-(-len(some) // n) for some, n in zip(few, slots, strict=True))
-    passes = [[some[i * n : (i + 1) * n] for some, n in zip(few, slots, strict=True)] for i in range(count)]
-    moved = dict.fromkeys(policy for some in wanted for policy in some if policy.offload)
-    passes += [[[policy] if policy in some else [] for some in wanted] for policy in moved]
-    return [[some or [BASELINE] for some in given] for given in passes]
-
-
-def _tried(
-    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Policy]], notes: list[str]
-) -> Iterator[list[dict[Policy, Cost]]]:
-    """Yield what a pass measures; if it fails, what passes with each of its policies alone measure."""
-    try:
-        yield _pass(subject, device, runs, given)
-    except FitactError as error:
-        policies = list(dict.fromkeys(policy for some in given for policy in some if policy != BASELINE))
-        if not policies:
-            raise
-        if len(policies) == 1:
-            notes.append(f"{policies[0].name}: it fails: {one_line(error.__cause__ or error)}")
-            return
-        for policy in policies:
-            alone = [[policy] if policy in some else [BASELINE] for some in given]
-            yield from _tried(subject, device, runs, alone, notes)
-
-
-def _pass(
-    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Policy]]
-) -> list[dict[Policy, Cost]]:
-    """Return the costs that a pass measures, in each run of each policy."""
+def _pass(subject: Subject, device: Device, runs: Sequence[Run], policy: Policy) -> dict[int, Cost]:
+    """Return what a policy costs in the runs whose blocks do not refuse it, by their places among the segments."""
     policies = _baseline(runs)
-    where: list[dict[Policy, int]] = []
+    places: dict[int, int] = {}
     first = 0
-    for run, some in zip(runs, given, strict=True):
+    for i, run in enumerate(runs):
         count = len(run.blocks)
-        if some[0].offload:  # nothing else shares the link, and the block is measured where the queue is full
-            policies[first : first + count] = [some[0]] * count
-            where.append({some[0]: first + max(min(ROW + MOVING, count) - DEPTH - 3, 0)})
-        else:
-            width = min(count, 2)
-            begin = first + min(count - width * len(some), 1)  # the first two blocks of a model may differ
-            for i, policy in enumerate(some):
-                policies[begin + width * i : begin + width * (i + 1)] = [policy] * width
-            where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
+        with suppress(UsageError), changed(run.blocks[:1], [policy]):  # or nothing in the block can be changed so
+            policies[first : first + count] = [policy] * count
+            # where some offload, the queue is full
+            third = max(min(ROW + MOVING, count) - DEPTH - 3, 0) if policy.offload else min(count - 1, 2)
+            places[2 * i + 1] = first + third  # something lies between runs
         first += count
+    if not places:
+        return {}
     parts = _run(subject, device, runs, policies)
-    return [{policy: parts.cost(i, policy) for policy, i in places.items()} for places in where]
+    return {at: parts.cost(block, policy) for at, block in places.items()}
 
 
 def _run(
