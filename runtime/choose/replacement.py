@@ -162,20 +162,14 @@ def paying(
         chosen.remove(group)
 
     (before,) = counted([])
-    try:
-        (after,) = counted(chosen)
-        usable = after.overwritten <= before.overwritten
-    except UsageError:
-        usable = False
-    if not usable:
-        for group in [*chosen]:
-            try:
-                (alone,) = counted([group])
-                if alone.overwritten > before.overwritten:
-                    leave(group, OVERWRITTEN)
-            except UsageError as error:
-                leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
-        (after,) = counted(chosen)
+    for group in [*chosen]:
+        try:
+            (alone,) = counted([group])
+            if alone.overwritten > before.overwritten:
+                leave(group, OVERWRITTEN)
+        except UsageError as error:
+            leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
+    (after,) = counted(chosen)
     while optional := [group for group in chosen if group not in given]:
         counts = counted(*([other for other in chosen if other != group] for group in optional))
         least, group = min(zip(counts, optional, strict=True), key=lambda pair: pair[0].bytes)
