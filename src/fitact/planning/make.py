@@ -17,7 +17,6 @@ from fitact.runtime.choose import (
     MOVED,
     OF_BLOCKS,
     OPTIMIZERS,
-    REST,
     SELECTIVE,
     Cost,
     Costs,
@@ -361,9 +360,8 @@ def _quicker(candidate: Cost, other: Cost) -> bool:
 def allowed(costs: Costs, error: str) -> list[Segment]:
     """Return a model's segments with the policies whose gradients are off by no more than an error."""
     errors = _errors(error)
-    policies = [policy for policy in (*OF_BLOCKS, REST) if policy.error in errors]
     return [
-        replace(segment, costs={policy: segment.costs[policy] for policy in policies if policy in segment.costs})
+        replace(segment, costs={policy: cost for policy, cost in segment.costs.items() if policy.error in errors})
         for segment in costs.segments
     ]
 
