@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fitact
 from fitact.base import UsageError
 from fitact.generated import gelu_fewbit3
-from fitact.planning.capacity import largest_size
+from fitact.planning.capacity import MOST, largest_size
 from fitact.runtime.choose import BASELINE, FULL, POLICIES, SELECTIVE, Policy, changed, compiled, measure
 from fitact.runtime.measure import Subject, Training, blocks_of, count_saved, gpu_kernels, prepare
 from fitact.runtime.measure import reference as models_reference
@@ -377,9 +377,9 @@ CURVES: list[Any] = [(padded(*given), (8, 16, 24), 8) for given in itertools.pro
 CURVES += [(flat(size, degree), range(1, degree + 2), 22) for size in (1, 2, 5, 40, 700) for degree in (1, 2)]
 
 
-@pytest.mark.parametrize("limit", [None, 90])
+@pytest.mark.parametrize("limit", [MOST, 90])
 @pytest.mark.parametrize(("needed", "nodes", "tries"), CURVES)
-def test_the_largest_size_takes_few_measurements(needed: Any, nodes: Any, tries: int, limit: int | None) -> None:
+def test_the_largest_size_takes_few_measurements(needed: Any, nodes: Any, tries: int, limit: int) -> None:
     """No size is tried that is far beyond what fits."""
     for room in range(0, 90_000, 1_733):
         tried = Mock(side_effect=needed)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 TRIES = 6  # sizes from the polynomial, before the middle of what is left is tried
+MOST = 2**40  # where there is no other limit
 REACH = 8  # how many times the largest size measured the polynomial is trusted
 
 
-def largest_size(needed: Callable[[int], int], room: int, sizes: Sequence[int], limit: int | None = None) -> int:
+def largest_size(needed: Callable[[int], int], room: int, sizes: Sequence[int], limit: int = MOST) -> int:
     """Return the largest size, up to a limit, that needs at most `room` bytes; 0 if none does.
 
     It and the next size, which does not fit, are measured. The first `sizes` give a polynomial, which is shifted
@@ -28,20 +29,16 @@ def largest_size(needed: Callable[[int], int], room: int, sizes: Sequence[int], 
 
     def solve(taken: float) -> int:
         """Return the largest size, up to the limit, where the polynomial is at most this; 0 if none."""
-        end = 2**40 if limit is None else limit + 1
         high = 1
-        while high < end and at(high) <= taken:
+        while high <= limit and at(high) <= taken:
             high *= 2
-        return high // 2 + bisect(range(high // 2 + 1, min(high, end)), taken, key=at)
+        return high // 2 + bisect(range(high // 2 + 1, min(high, limit + 1)), taken, key=at)
 
-    low, high = 0, None if limit is None else limit + 1  # what fits, and what does not
+    low, high = 0, limit + 1  # what fits, and what does not
     off, tries = 0.0, 0
-    while high is None or high - low > 1:
-        size = solve(room - off)
-        if tries >= TRIES:
-            size = 2 * low if high is None else (low + high) // 2
-        size = max(size, low + 1)
-        size = min(size, REACH * most if high is None else high - 1)
+    while high - low > 1:
+        size = solve(room - off) if tries < TRIES else (low + high) // 2
+        size = min(max(size, low + 1), high - 1, REACH * most)
         most, taken = max(most, size), needed(size)
         if size >= 2 * max(nodes):
             del nodes[min(nodes)]

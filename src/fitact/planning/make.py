@@ -29,7 +29,7 @@ from fitact.runtime.choose import (
 from fitact.runtime.measure import USUAL, Device, Patterns, Subject, copied, device_of
 from fitact.runtime.saving import ERRORS
 
-from .capacity import largest_size
+from .capacity import MOST, largest_size
 from .programme import Answer, fastest, least, peak, seconds
 from .record import GIB, Group, Plan, Point
 
@@ -413,8 +413,9 @@ def largest(
     _check(gib, error)
     planners = cache(planner)
     needed = cache(lambda size: planners(size).least(error))
-    start = here if limit is None else max(1, min(here, limit // (degree + 1)))
-    sizes = [start * k for k in range(1, degree + 2) if limit is None or start * k <= limit]
+    limit = limit or MOST
+    start = max(1, min(here, limit // (degree + 1)))
+    sizes = [start * k for k in range(1, degree + 2) if start * k <= limit]
     size = largest_size(needed, int(gib * GIB), sizes, limit)
     if not size:
         raise JobError(f"not even 1 fits {gib:g} GiB: that takes at least {needed(1) / GIB:.3g} GiB")
