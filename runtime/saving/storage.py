@@ -633,8 +633,7 @@ class Quantised(Stored):
                 tensor = self._make()
             self.read_exact(Slope(tensor, self._outside, *slope(tensor), None))
         elif self.exact is None:  # slopes are stored already
-            for source in self.sources:
-                source.drop()
+            self.drop()
         self.version = -1
 
     def is_finite(self) -> bool:
