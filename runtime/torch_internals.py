@@ -138,19 +138,6 @@ def after_backward(of: Any) -> bool:
     return True
 
 
-def autocast_source(tensor: Tensor) -> tuple[Any, int] | None:
-    """Return the node and the number of its output that a tensor was cast from, None if it is no cast.
-
-    If it is a view of a cast, as a transposed weight is, the cast counts.
-    """
-    base = tensor._base
-    node = (tensor if base is None else base).grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return None
-    source: tuple[Any, int] = node.next_functions[0]
-    return source
-
-
 # The number of a node, which grows with each node that a thread makes.
 calls_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 

@@ -22,7 +22,6 @@ from fitact.runtime.kernels import ATTRIBUTE, KernelRecompute
 from fitact.runtime.torch_internals import (
     Views,
     any_autocast,
-    autocast_source,
     base_of,
     calls_of,
     changes_arguments,
@@ -295,9 +294,8 @@ class Capture(TorchFunctionMode):
             mark.add(stored)
             return stored
         recompute = mark.recompute
-        if recompute is None and self.autocast:
-            recompute = self._cast(tensor)
-        if recompute is None and grows and self.current and self.current[0] in cheap.COPYING:
+        copying = self.autocast or (grows and self.current and self.current[0] in cheap.COPYING)
+        if recompute is None and copying:
             recompute = self._copy(tensor)
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
@@ -441,52 +439,37 @@ class Capture(TorchFunctionMode):
         base = base_of(tensor)
         return set_recompute(self, tensor if base is None else base, offered.function, offered.state, {})
 
-    def _cast(self, tensor: Tensor) -> Recompute | None:
-        """Return how to recompute a copy that autocast made of a parameter or of an argument of the call."""
-        base = base_of(tensor)
-        copy = tensor if base is None else base
-        origin = autocast_source(tensor)
-        arguments = (
-            [argument for argument in self.current[1] if isinstance(argument, Tensor)] if self.current else []
-        )
-        if origin is None:
-            variable = None if tensor.requires_grad else self._frozen(copy, arguments)
-        else:
-            node, number = origin
-            variable = getattr(node, "variable", None)
-            if variable is None:
-                same = (
-                    argument for argument in arguments if argument.grad_fn is node and argument.output_nr == number
-                )
-                variable = next(same, None)
-            elif calls_of(copy.grad_fn) < self._call:
-                return None  # made before this call: the parameter may have been changed since
-        if variable is None or type(variable) not in PLAIN:
-            return None
-        if (variable.shape, variable.device) != (copy.shape, copy.device):
-            return None
-        return set_recompute(self, copy, Tensor.to, (variable, copy.dtype), {})
-
     def _copy(self, tensor: Tensor) -> Recompute | None:
-        """Return how to recompute a product's own copy of an argument, whose memory is in another order."""
-        assert self.current is not None
+        """Return how to recompute a copy that the call made of an argument, or autocast, also of a parameter.
+
+        The copy may have another dtype, and its numbers another order in memory.
+        """
         base = base_of(tensor)
         copy = tensor if base is None else base
+        if not tensor.requires_grad:
+            frozen = self._frozen(copy)
+            return None if frozen is None else set_recompute(self, copy, Tensor.to, (frozen, copy.dtype), {})
         sources = [*copied_from(copy)]
-        arguments = [each for each in tree_leaves(self.current[1]) if isinstance(each, Tensor)] if sources else []
+        leaves = tree_leaves(self.current[1]) if self.current and sources else []
+        arguments = [each for each in leaves if isinstance(each, Tensor)]
         if any(copy is each or copy is base_of(each) for each in arguments):
             return None
         for node, number, views in sources:
-            for each in arguments:
-                if each.grad_fn is node and each.output_nr == number and each.numel() == copy.numel():
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and calls_of(copy.grad_fn) < self._call:
+                return None  # made before this call: the parameter may have been changed since
+            for each in arguments if leaf is None else (leaf,):
+                own = each is leaf or (each.grad_fn is node and each.output_nr == number)
+                if own and (each.numel(), each.device) == (copy.numel(), copy.device):
                     return set_recompute(self, copy, _copied, (each, copy.dtype, views, copy.shape), {})
         return None
 
-    def _frozen(self, copy: Tensor, arguments: Sequence[Tensor]) -> Tensor | None:
+    def _frozen(self, copy: Tensor) -> Tensor | None:
         """Return the frozen weight that a product reads a copy of; None if it is none."""
         if self.current is None or self.current[0] not in cheap.PRODUCTS:
             return None
-        like = [argument for argument in arguments if argument.shape == copy.shape and not argument.requires_grad]
+        arguments = (each for each in self.current[1] if isinstance(each, Tensor) and not each.requires_grad)
+        like = [each for each in arguments if each.shape == copy.shape]
         wide = len(like) == 1 and is_parameter(like[0]) and like[0].dtype == torch.float32
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
@@ -569,7 +552,7 @@ def set_recompute(
     with without_torch_function():
         try:
             # autocast never changes a cast, nor what is computed in place
-            autocast = capture.autocast and not version and function is not Tensor.to
+            autocast = capture.autocast and not version and function not in (Tensor.to, _copied)
             recompute = Recompute(function, args, kwargs, output, capture.hooks, autocast, version)
         except Unsuitable:
             return None

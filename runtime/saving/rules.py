@@ -55,7 +55,7 @@ def _kinked(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[
     output = _cheap(capture, func, args, kwargs)
     read = [output] if func in cheap.RELUS else [x, output]  # the output of a leaky one may be recomputed from x
     stored = stored_of(read[0])
-    if type(stored) in (Stored, Quantised) and stored is not before and stored.at_hand:
+    if stored is not None and stored is not before and type(stored) in (Stored, Quantised) and stored.at_hand:
         stored.kinked, stored.spared = stored.readers, output.nbytes - output.numel() // 8
         mark = mark_of(read[0].untyped_storage())
         capture.kinked.append((weakref.ref(stored), mark, func, [TensorWeakRef(each) for each in read]))
