@@ -113,6 +113,9 @@ def version_guard(tensor: Tensor) -> Tensor:
 
     `detach` shares the count of changes in place, and `data` replaces the memory but not this count.
     """
+    if in_functorch_transform():  # which lets nobody set `data`; hooks get tensors from below it
+        with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+            return version_guard(tensor)
     guard, device = tensor.detach(), tensor.device
     if device not in _EMPTY:
         _EMPTY[device] = torch.empty(0, device=device)

@@ -4,6 +4,7 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -493,6 +494,21 @@ def test_vmap() -> None:
     def program(context: Context, leaf: Leaf) -> Tensor:
         with context():
             return torch.vmap(row)(leaf(8, 4))
+
+    check(program)
+
+
+def test_forward_mode_inside_of_hooks() -> None:
+    """What a layer saves while a transform runs, as in MeanFlow, which checkpoints and counts of bytes store."""
+
+    def row(weight: Tensor, x: Tensor) -> Tensor:
+        return F.silu(F.linear(x, weight)).tanh()
+
+    def program(context: Context, leaf: Leaf) -> Tensor:
+        weight, x = leaf(16, 8), leaf(4, 8)
+        with save_on_cpu(), context():
+            value, slope = torch.func.jvp(partial(row, weight), (x,), (x.detach().cos(),))
+            return value * slope + F.gelu(F.linear(x, weight))
 
     check(program)
 
