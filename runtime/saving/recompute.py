@@ -30,7 +30,6 @@ from .storage import (
     Layout,
     Made,
     Mark,
-    Quantised,
     Stored,
     in_layout,
     is_parameter,
@@ -397,6 +396,13 @@ class Computed(Made):
         tensor = self.made()
         return tensor if layout == self.recompute.layout else in_layout(tensor, layout)
 
+    def as_saved(self, tensor: Tensor) -> Tensor:
+        """Return what was computed, such that the graph of a gradient saves no more than how to compute it."""
+        outside = self.recompute.operands[0].mark.hooks
+        if self.value is None and version_of_saved(tensor) == self.recompute.version:
+            marked(tensor, None if outside is None else outside()).recompute = self.recompute
+        return tensor
+
 
 class Reading:
     """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place.
@@ -424,6 +430,4 @@ class Reading:
         differentiated = torch.is_grad_enabled()
         with quietly() if differentiated else without_torch_function():
             tensor = self.computed.read(self.layout)
-            if differentiated and isinstance(self.computed, Quantised):
-                tensor = self.computed.decoded(tensor)
-        return tensor
+            return self.computed.as_saved(tensor) if differentiated else tensor

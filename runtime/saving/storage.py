@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.weak import TensorWeakRef
 
 from fitact.runtime.torch_internals import (
@@ -231,6 +232,10 @@ class Made(ABC):
             held.drop(self)
         return tensor
 
+    def as_saved(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as it was made, such that the graph of a gradient saves it in the same way."""
+        return tensor
+
     def _hold(self, tensor: Tensor) -> None:
         if not after_backward(self):
             self._left = 1
@@ -391,8 +396,16 @@ class Stored(Made):
             return self._unpacked(self.layout)
         if self._guard is not None and version_of_saved(self._guard) != self.version:
             raise self._changed(self._guard)
+        return self._read_to_autograd()
+
+    def _read_to_autograd(self) -> Tensor:
         with quietly():
-            return self.read(self.layout)
+            tensor = self.read(self.layout)
+        return self.as_saved(tensor) if torch.is_grad_enabled() else tensor
+
+    def as_saved(self, tensor: Tensor) -> Tensor:
+        """Do as what computes the tensor does, if it is computed."""
+        return self.sources[0].as_saved(tensor) if self.replaced else tensor
 
     def _changed(self, counts: Tensor) -> RuntimeError:
         return RuntimeError(CHANGED.format(version_of_saved(counts), self.version))
@@ -512,8 +525,14 @@ class Compact(Stored):
 
     def unpack(self) -> Tensor:
         """Return the tensor to autograd."""
-        with quietly():
-            return self.read(self.layout)
+        return self._read_to_autograd()
+
+    def as_saved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, each reader its own, such that the graph of a gradient saves it in these bytes."""
+        for _ in range(self.version - version_of_saved(tensor)):
+            increment_version(tensor)
+        marked(tensor, self._hooks).add(self)
+        return tensor
 
 
 class Bits(Compact):
@@ -662,7 +681,7 @@ class Quantised(Stored):
         """Return whether the codes are read."""
         return self.exact is None
 
-    def decoded(self, tensor: Tensor) -> Tensor:
+    def as_saved(self, tensor: Tensor) -> Tensor:
         """Return a tensor that was decoded, such that it is saved in its codes where gradients are differentiated.
 
         One that had been changed in place before it was saved is saved as it is.

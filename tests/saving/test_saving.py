@@ -24,7 +24,7 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import nbytes
 from tests.support import saving
 from tests.support.blocks import CALLS, MLP, MODELS, Read, built
-from tests.support.saving import X, both_ways, differences, observed, pair, saved_bytes, train
+from tests.support.saving import X, both_ways, cast, differences, observed, pair, saved_bytes, train
 
 WIDE = torch.randn(64, 16, 16)
 
@@ -412,6 +412,34 @@ def test_gradients_of_gradients_save_no_more(error: str, atol: float) -> None:
     before, after = sizes
     assert after < before - (error != "exact") * 128 * 64 * 4
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.GELU(),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.MaxPool1d(3, 1, 1),
+        lambda x: x * torch.sigmoid(x),
+        lambda x: x.tanh().mul_(2),
+    ],
+    ids=["GELU", "ReLU in place", "Dropout", "MaxPool", "SiLU by hand", "in place"],
+)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_several_gradients_save_no_more(function: Callable[..., Tensor], autocast: torch.dtype | None) -> None:
+    """As in GradNorm: each has a graph of its own, which reads what backward computes."""
+    first, second, x = nn.Linear(8, 64), nn.Linear(64, 4), torch.randn(128, 8, requires_grad=True)
+    sizes, gradients = [], []
+    for context in (nullcontext(), fitact.saving()):
+        torch.manual_seed(0)
+        with count_saved(first, second) as saved, cast(autocast), context:
+            y = second(function(first(x)) * 1).float()
+            norms = [torch.autograd.grad(y[:, i].sum(), x, create_graph=True)[0].norm() for i in range(4)]
+        sizes.append(saved.bytes)
+        gradients.append(torch.autograd.grad(sum(norms) + y.square().mean(), [first.weight, second.weight]))
+    assert sizes[1] <= sizes[0]
+    assert not differences(*gradients)
 
 
 NESTED = fitact.saving()(grad(lambda x: x.tanh().sum()))
