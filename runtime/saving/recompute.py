@@ -31,6 +31,7 @@ from .storage import (
     Made,
     Mark,
     Stored,
+    at_version,
     in_layout,
     is_parameter,
     layout_of,
@@ -389,7 +390,9 @@ class Computed(Made):
         self.recompute, self.sources, self.first = recompute, sources, next_call() - 1
 
     def _make(self) -> Tensor:
-        return self.recompute.run(self.sources) if self.value is None else self.value
+        if self.value is not None:
+            return self.value
+        return at_version(self.recompute.run(self.sources), self.recompute.version)
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""

@@ -180,6 +180,13 @@ def layout_of(tensor: Tensor) -> Layout:
     return tensor.size(), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
+def at_version(tensor: Tensor, version: int) -> Tensor:
+    """Return a new tensor, which counts as many changes in place from now on, as the one that it stands for."""
+    for _ in range(version - version_of_saved(tensor)):
+        increment_version(tensor)
+    return tensor
+
+
 def in_layout(tensor: Tensor, layout: Layout) -> Tensor:
     """Return a tensor with these elements of the memory of another."""
     return tensor if layout_of(tensor) == layout else tensor.as_strided(*layout)
@@ -529,10 +536,8 @@ class Compact(Stored):
 
     def as_saved(self, tensor: Tensor) -> Tensor:
         """Return a tensor, each reader its own, such that the graph of a gradient saves it in these bytes."""
-        for _ in range(self.version - version_of_saved(tensor)):
-            increment_version(tensor)
         marked(tensor, self._hooks).add(self)
-        return tensor
+        return at_version(tensor, self.version)
 
 
 class Bits(Compact):

@@ -418,7 +418,7 @@ def test_gradients_of_gradients_save_no_more(error: str, atol: float) -> None:
     "function",
     [
         nn.GELU(),
-        nn.ReLU(inplace=True),
+        nn.Sequential(nn.LayerNorm(64), nn.ReLU(inplace=True)),
         nn.Dropout(0.2),
         nn.MaxPool1d(3, 1, 1),
         lambda x: x * torch.sigmoid(x),
