@@ -474,8 +474,8 @@ class Capture(TorchFunctionMode):
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
 
-def slope_of(value: Tensor, func: Function, args: Sequence[Any] = ()) -> Any:
-    """Return a mask and a number in place of what a kind of ReLU saves; None of other functions.
+def slope_of(value: Tensor, func: Function, args: Sequence[Any] = ()) -> tuple[Tensor, float]:
+    """Return a mask and a number in place of what a kind of ReLU saves.
 
     Backward gets the number where the mask is true, else 0: it asks only between which kinks the value is. A ReLU
     takes NaN for one above 0.
@@ -485,11 +485,9 @@ def slope_of(value: Tensor, func: Function, args: Sequence[Any] = ()) -> Any:
             return (value <= 0).logical_not_(), 1.0
         if func in cheap.LEAKY:
             return value > 0, 1.0
-        if func in cheap.CLIPPED:
-            low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
-            outside = (value <= low) | (value >= high)
-            return (outside, 2 * high) if low < 0 < high else (outside.logical_not_(), (low + high) / 2)
-    return None
+        low, high = args[1:3] if func is F.hardtanh else (0.0, 6.0)
+        outside = (value <= low) | (value >= high)
+        return (outside, 2 * high) if low < 0 < high else (outside.logical_not_(), (low + high) / 2)
 
 
 def unpack(saved: Stored | Reading) -> Tensor:

@@ -92,3 +92,4 @@ DIFFERENCES = named("sub subtract rsub __sub__ __rsub__")
 RELUS = named("relu relu_")
 LEAKY = named("leaky_relu")
 CLIPPED = F.relu6, F.hardtanh
+KINKED = RELUS | LEAKY | set(CLIPPED)

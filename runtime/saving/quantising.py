@@ -249,14 +249,12 @@ class Quantising(Capture):
 
     def computed(self, computed: Computed | Stored, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""
-        slope = None
         signs = type(computed) is Quantised and computed.signs
-        if call is not None and not signs and value.numel() >= FEW and computed.is_decoded():
-            slope = slope_of(value, *call)
-        if slope is None:
+        kinked = call is not None and call[0] in cheap.KINKED and not signs
+        if call is None or not kinked or value.numel() < FEW or not computed.is_decoded():
             return super().computed(computed, value, call)
         computed.readers -= 1
-        return Slope(value, self.hooks, *slope, computed)
+        return Slope(value, self.hooks, *slope_of(value, *call), computed)
 
     def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any) -> Stored:
         """Store what could not be recomputed; the output of an activation quantised."""
