@@ -420,10 +420,11 @@ class Reading:
     __slots__ = ("_guard", "_saved_at", "computed", "last", "layout")
 
     def __init__(self, computed: Computed | Stored, tensor: Tensor, outside: bool) -> None:
-        self.computed, self.layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
+        self.computed, self.layout, self.last = computed, layout_of(tensor), next_call() - 1
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
-        self._guard, self.last = computed.guard, next_call() - 1
+        self._guard = guard = computed.guard  # of another tensor, if the graph of a gradient saves one made anew
+        self._saved_at = version_of_saved(tensor if guard is None else guard)
         computed.ours = False
 
     def unpack(self) -> Tensor:
