@@ -294,8 +294,7 @@ class Capture(TorchFunctionMode):
             mark.add(stored)
             return stored
         recompute = mark.recompute
-        copying = self.autocast or (grows and self.current and self.current[0] in cheap.COPYING)
-        if recompute is None and copying:
+        if recompute is None and (self.autocast or (grows and self.current and self.current[0] in cheap.COPYING)):
             recompute = self._copy(tensor)
         if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
             recompute = self._offered(tensor, offered)
