@@ -41,7 +41,7 @@ class ModuleRecord:
         before: bytes that all of them save as they are.
         after: bytes that they save converted.
         storages: of what they save in a context, those of most bytes first: `"recomputed"`, `"8 bits"`,
-            `"mask in bits"`, `"index in fewer bytes"`, `"itself"`; without a context none.
+            `"mask in bits"`, `"index in fewer bytes"`, `"its shape"`, `"itself"`; without a context none.
 
     """
 

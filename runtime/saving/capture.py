@@ -47,11 +47,11 @@ from .storage import (
     Hooks,
     Made,
     Mark,
+    Shape,
     Small,
     Stored,
     held,
     is_dense,
-    is_in_order,
     is_leaf,
     is_parameter,
     marked,
@@ -277,7 +277,7 @@ class Capture(TorchFunctionMode):
         if is_parameter(tensor) or not is_plain(tensor):
             return self._stored(tensor)
         if self.current and self.current[0] in cheap.SHAPED and _is_a_shape(tensor, *self.current):
-            return self._stored(_of_shape(tensor))
+            return Shape(tensor, self.current[0] not in cheap.ADDING)
         grows = tensor.requires_grad
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(tensor, self.hooks, storage)
@@ -498,18 +498,10 @@ def unpack(saved: Stored | Reading) -> Tensor:
 
 def _is_a_shape(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
     """Return whether backward reads no number of what a function of SHAPED saves."""
-    if not tensor.is_floating_point() or (func not in cheap.ADDING and not is_in_order(tensor)):
-        return False
     if func not in cheap.CONVOLUTIONS:
-        return True
+        return tensor.is_floating_point()
     trained = [each for each in args if isinstance(each, Tensor) and each.dim() > 1 and each.requires_grad]
     return tensor.requires_grad and len(trained) == 1  # the gradient of one is a product of the others
-
-
-def _of_shape(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape without memory, for a backward that reads no more of it."""
-    with quietly():
-        return tensor.new_zeros(()).expand(tensor.shape)
 
 
 def _copied(x: Tensor, dtype: torch.dtype, views: Views, shape: torch.Size) -> Tensor:

@@ -83,7 +83,7 @@ CONVOLUTIONS = named(_CONVOLUTIONS)
 PRODUCTS = named(_PRODUCTS) | CONVOLUTIONS
 COPYING = PRODUCTS | named("einsum")
 ADDING = named(_ADDING)
-# So does that of pooling, and of a convolution whose weight is frozen, but for the order of dimensions in memory.
+# So does that of pooling, and of a convolution whose weight is frozen, and the order of dimensions in memory.
 _AVERAGES = "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"
 SHAPED = ADDING | POOLING.keys() | named(_AVERAGES) | CONVOLUTIONS
 SUMS = named("add __add__ __radd__")

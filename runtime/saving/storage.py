@@ -501,6 +501,7 @@ class Stored(Made):
         """Store what `Slope` does in place of the tensor, which nothing else reads."""
         tensor: Tensor = self._saved.tensor if isinstance(self._saved, Watched) else self._saved
         if version_of_saved(tensor) == self.version and is_dense(tensor) and not self.stays:
+            tensor = in_layout(tensor, self.layout)
             instead = Slope(tensor, self._hooks, *slope(tensor), None)
             self.drop()
             self.recompute_instead(instead)
@@ -523,6 +524,22 @@ class Stored(Made):
         if isinstance(self._saved, Watched):
             self._saved.dropped()
         self._saved = None
+
+
+class Shape(Stored):
+    """A tensor of which backward reads no number, but the shape, and perhaps the order of dimensions in memory."""
+
+    how = "its shape"
+
+    def __init__(self, tensor: Tensor, ordered: bool) -> None:
+        super().__init__(tensor.new_empty(0), None)
+        self._layout = tensor.size(), tensor.stride() if ordered else (0,) * tensor.dim(), 0
+
+    def unpack(self) -> Tensor:
+        """Return a tensor of any numbers, to autograd."""
+        with quietly():
+            tensor: Tensor = self._saved.new_empty_strided(*self.layout[:2])
+        return tensor
 
 
 class Compact(Stored):
@@ -743,12 +760,6 @@ def is_leaf(tensor: Tensor) -> bool:
     base = base_of(tensor)
     owner = tensor if base is None else base
     return isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
-
-
-def is_in_order(tensor: Tensor) -> bool:
-    """Return whether a tensor's dimensions are in memory in their order, and not also with the channels last."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return tensor.is_contiguous() and (last is None or not tensor.is_contiguous(memory_format=last))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -90,17 +90,18 @@ ALONE: dict[str, tuple[nn.Module, int]] = {
 }
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("error", ["exact", "coarse"])
 @pytest.mark.parametrize("name", ALONE)
-def test_slopes_alone(name: str, error: str) -> None:
+def test_slopes_alone(name: str, error: str, order: torch.memory_format) -> None:
     """What only a kind of ReLU reads is stored in bits, and gradients are the baseline's."""
-    x = torch.randn(4, 16, 32, 32)
+    x = torch.randn(4, 16, 32, 32).contiguous(memory_format=order)
     x[0, :, 0, 0] = 0
     if error == "exact":  # codes of a block know no number beside a NaN
         x[0, 0, 2, 3] = torch.nan
     model, index = ALONE[name]
     before, after = both_ways(model, x.requires_grad_(), error=error)
-    assert before >= x.nbytes and 0 < after <= x.numel() // 8 + index * x.numel() // 4 + 3 * 4
+    assert before >= x.nbytes and after == x.numel() // 8 + index * x.numel() // 4
 
 
 @pytest.mark.parametrize("read", ["nothing", "a sum", "a layer", "a layer in the end"])
@@ -123,7 +124,7 @@ def test_pooling_after_a_relu(read: str) -> None:
         del model.third
     _, after = both_ways(model, x)
     last = x.nbytes // 4
-    assert after == x.nbytes + (x.nbytes if "layer" in read else last + x.numel() // 8) + last // 32 + 4
+    assert after == x.nbytes + (x.nbytes if "layer" in read else last + x.numel() // 8) + last // 32
 
 
 def test_slopes_see_changes() -> None:
@@ -196,7 +197,7 @@ def test_transposed_and_frozen() -> None:
     """Their inputs are recomputed too; of a frozen convolution's, the shape is stored."""
     last, wide = nn.Conv2d(8, 8, 1).requires_grad_(False), X[2].repeat(8, 1, 1, 1)
     layers = nn.Conv2d(8, 8, 1), nn.GELU(), nn.ConvTranspose2d(8, 8, 1), nn.GELU(), last
-    assert saving_less(lambda: nn.Sequential(*layers), X[2], wide)[1] == 3 * wide.nbytes + 4
+    assert saving_less(lambda: nn.Sequential(*layers), X[2], wide)[1] == 3 * wide.nbytes
 
 
 def test_errors_are_pytorchs() -> None:
