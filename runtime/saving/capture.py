@@ -217,7 +217,7 @@ class Capture(TorchFunctionMode):
         recompute = None
         if is_plain(output) and output.requires_grad and output.numel() != 1:  # a number is stored
             recompute = set_recompute(self, output, func, args, kwargs)
-        call = call_of(func, args, kwargs)
+        call = call_of(func, args, kwargs) if undecided else None
         for stored, storage in undecided:
             own = recompute if recompute is not None and storage is output.untyped_storage() else None
             computed = self.recomputed(own, output, call)
@@ -449,7 +449,9 @@ class Capture(TorchFunctionMode):
             frozen = self._frozen(copy)
             return None if frozen is None else set_recompute(self, copy, Tensor.to, (frozen, copy.dtype), {})
         sources = [*copied_from(copy)]
-        leaves = tree_leaves(self.current[1]) if self.current and sources else []
+        if not sources:
+            return None
+        leaves = tree_leaves(self.current[1]) if self.current else []
         arguments = [each for each in leaves if isinstance(each, Tensor)]
         if any(copy is each or copy is base_of(each) for each in arguments):
             return None

@@ -392,7 +392,8 @@ class Computed(Made):
     def _make(self) -> Tensor:
         if self.value is not None:
             return self.value
-        return at_version(self.recompute.run(self.sources), self.recompute.version)
+        tensor, version = self.recompute.run(self.sources), self.recompute.version
+        return at_version(tensor, version) if version else tensor
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""
