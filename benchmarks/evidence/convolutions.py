@@ -26,6 +26,7 @@ from fitact.runtime.measure import count_saved, imported
 
 RESULTS = Path(__file__).parents[1] / "results" / "convolutions.json"
 NETWORKS = {
+    "VGG-16": "vgg16",
     "ResNet-18": "resnet18",
     "RegNetX": "regnetx_002",
     "DenseNet-121": "densenet121",
