@@ -277,7 +277,7 @@ class Capture(TorchFunctionMode):
         if is_parameter(tensor) or not is_plain(tensor):
             return self._stored(tensor)
         if self.current and self.current[0] in cheap.SHAPED and _is_a_shape(tensor, *self.current):
-            return Shape(tensor, self.current[0] not in cheap.ADDING)
+            return Shape(tensor, self.hooks, self.current[0] not in cheap.ADDING)
         grows = tensor.requires_grad
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(tensor, self.hooks, storage)

@@ -110,9 +110,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             ) from error
 
 
-class baseline(AbstractContextManager[None]):  # noqa: N801  as saving
-    """A context inside of `saving` in which autograd saves as without it; one may be entered many times."""
-
+class _Baseline(AbstractContextManager[None]):
     def __enter__(self) -> None:
         paused: list[Capture] = []
         _entered.paused.append(paused)
@@ -124,3 +122,8 @@ class baseline(AbstractContextManager[None]):  # noqa: N801  as saving
     def __exit__(self, *error: object) -> None:
         for capture in reversed(_entered.paused.pop()):
             capture.resume()
+
+
+def baseline() -> AbstractContextManager[None]:
+    """Return a context inside of `saving` in which autograd saves as without it; it may be entered many times."""
+    return _Baseline()

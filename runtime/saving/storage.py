@@ -181,7 +181,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def at_version(tensor: Tensor, version: int) -> Tensor:
-    """Return a new tensor, which counts as many changes in place from now on, as the one that it stands for."""
+    """Return a new tensor that has counted as many changes in place as one of this version."""
     for _ in range(version - version_of_saved(tensor)):
         increment_version(tensor)
     return tensor
@@ -526,22 +526,6 @@ class Stored(Made):
         self._saved = None
 
 
-class Shape(Stored):
-    """A tensor of which backward reads no number, but the shape, and perhaps the order of dimensions in memory."""
-
-    how = "its shape"
-
-    def __init__(self, tensor: Tensor, ordered: bool) -> None:
-        super().__init__(tensor.new_empty(0), None)
-        self._layout = tensor.size(), tensor.stride() if ordered else (0,) * tensor.dim(), 0
-
-    def unpack(self) -> Tensor:
-        """Return a tensor of any numbers, to autograd."""
-        with quietly():
-            tensor: Tensor = self._saved.new_empty_strided(*self.layout[:2])
-        return tensor
-
-
 class Compact(Stored):
     """A tensor in fewer bytes, without loss."""
 
@@ -555,6 +539,25 @@ class Compact(Stored):
         """Return a tensor, each reader its own, such that the graph of a gradient saves it in these bytes."""
         marked(tensor, self._hooks).add(self)
         return at_version(tensor, self.version)
+
+
+class Shape(Compact):
+    """The shape of a tensor whose numbers backward does not read, and perhaps the order of its dimensions."""
+
+    how = "its shape"
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, ordered: bool) -> None:
+        super().__init__(tensor.new_empty(0), hooks)
+        self._layout = tensor.size(), tensor.stride() if ordered else (0,) * tensor.dim(), 0
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return a tensor of any numbers."""
+        tensor: Tensor = self._saved.new_empty_strided(*layout[:2])
+        return tensor
+
+    def can_read(self, layout: Layout) -> bool:
+        """Return False: nothing can be computed from it."""
+        return False
 
 
 class Bits(Compact):

@@ -78,7 +78,7 @@ def frozen(*layers: nn.Module) -> nn.Module:
 
 
 CONVOLUTION = nn.Conv2d(16, 16, 3, padding=1)
-# Layers of which backward reads the slope of an activation, and bytes of indices beside it.
+# Layers whose backward reads only the slope of an activation, and bytes of indices beside it.
 ALONE: dict[str, tuple[nn.Module, int]] = {
     "a linear layer": (frozen(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), 0),
     "in place": (frozen(CONVOLUTION, nn.ReLU(True), CONVOLUTION), 0),

@@ -424,8 +424,9 @@ def test_gradients_of_gradients_save_no_more(error: str, atol: float) -> None:
         nn.MaxPool1d(3, 1, 1),
         lambda x: x * torch.sigmoid(x),
         lambda x: F.silu((x.sin() * 1).mul_(2), inplace=True),
+        lambda x: F.conv1d(x.tanh(), torch.eye(128)[..., None]).square(),
     ],
-    ids=["GELU", "ReLU in place", "Dropout", "MaxPool", "SiLU by hand", "in place"],
+    ids=["GELU", "ReLU in place", "Dropout", "MaxPool", "SiLU by hand", "in place", "frozen"],
 )
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 def test_several_gradients_save_no_more(function: Callable[..., Tensor], autocast: torch.dtype | None) -> None:
