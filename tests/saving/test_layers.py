@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 import fitact
 from fitact.runtime.measure.prepare import imported
@@ -102,6 +103,51 @@ def test_slopes_alone(name: str, error: str, order: torch.memory_format) -> None
     model, index = ALONE[name]
     before, after = both_ways(model, x.requires_grad_(), error=error)
     assert before >= x.nbytes and after == x.numel() // 8 + index * x.numel() // 4
+
+
+def later(h: Tensor) -> Tensor:
+    y = F.leaky_relu(h, 0.3)
+    del h
+    F.relu(torch.ones(1))
+    return y.square()
+
+
+# What else reads what a kind of ReLU saves of h, which is then stored once.
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "before": lambda h: F.gelu(h) + F.leaky_relu(h),
+    "the output, later": later,
+    "parts": lambda h: (lambda y: y[:, ::2] * y[:, 1::2])(F.relu(h)).repeat(1, 2),
+    "nothing, but many rows are one": lambda h: F.leaky_relu(h[:1].expand(4096, -1)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_slopes_beside_other_readers(name: str) -> None:
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    before, after = both_ways(lambda x: OTHERS[name](x @ weight) @ weight, x)
+    assert after == weight.nbytes + x.nbytes <= before
+
+
+@pytest.mark.parametrize("error", ["exact", "coarse"])
+def test_slopes_inside_of_other_hooks(error: str) -> None:
+    """What is stored elsewhere stays there."""
+    model, x = frozen(CONVOLUTION, nn.ReLU(), CONVOLUTION, nn.ReLU()), torch.randn(4, 16, 32, 32).requires_grad_()
+    with save_on_cpu(), fitact.saving(error):
+        y = model(x) * 1
+    assert torch.autograd.grad(y.sum(), x)[0].equal(torch.autograd.grad(model(x).sum(), x)[0])
+
+
+def test_slopes_of_what_is_changed() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    for context in (nullcontext(), fitact.saving()):
+        with context:
+            y = F.relu(x * 2)
+            z = y.sum()
+            y.mul_(2)
+            del y
+            F.relu(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
 
 
 @pytest.mark.parametrize("read", ["nothing", "a sum", "a layer", "a layer in the end"])
